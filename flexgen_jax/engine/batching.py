@@ -31,7 +31,7 @@ from flexgen_jax.policy.shrinking import FEWEST, rows_beside
 
 
 class TokenChoices(Protocol):
-    """What the next tokens of requests are chosen by."""
+    """The sampling state of requests."""
 
     def adjustments(
         self, request: EncodedRequest, guesses: Sequence[int]
@@ -42,7 +42,7 @@ class TokenChoices(Protocol):
     def allowed(
         self, request: EncodedRequest, guesses: Sequence[int]
     ) -> Sequence[np.ndarray] | None:
-        """Returns which tokens may come next in a request, and after each of some guesses, see
+        """Returns the allowed next tokens of a request, and after each draft token, see
         `Matcher.allowed`; None if all may."""
 
     def wanted(self, requests: list[EncodedRequest]) -> list[EncodedRequest]:
@@ -50,7 +50,7 @@ class TokenChoices(Protocol):
 
 
 class KeptTexts(NamedTuple):
-    """What a KV store has: how many of a prompt's first tokens, and these themselves."""
+    """Lookup in a KV store: how many of a prompt's first tokens, and these themselves."""
 
     stored_tokens: Callable[[tuple[int, ...]], int]
     open: OpenStored
@@ -59,11 +59,11 @@ class KeptTexts(NamedTuple):
 NOTHING_KEPT = KeptTexts(nothing_stored, lambda ids: None)
 
 PATIENCE = 16
-"""How often a request of a stream lets others enter that share what is there, before it enters by
-itself."""
+"""Number of times that a stream's request lets requests with resident prefixes pass, before it
+enters itself."""
 
 LOGPROBS = (0, 5, MOST_LOGPROBS)
-"""Programs return one of these numbers of log-probabilities for a token."""
+"""The numbers of log-probabilities per token that programs are compiled for."""
 
 LENGTH_BUCKET = 16
 """Prompts are padded to a multiple of this, so that few shapes are compiled."""
@@ -96,9 +96,9 @@ class PromptTokens(NamedTuple):
 class Waiting:
     """Requests that wait for their batches to enter: the source of a run.
 
-    Those that share a prefix go together, and those of similar length. members: the requests of the
-    batches that are there; left: requests that are longer than what was planned for; entered: how
-    many were taken.
+    Those that share a prefix go together, and those of similar length. members: the requests of
+    admitted batches; left: requests that are longer than what was planned for; entered: how many
+    were taken.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class Waiting:
         shares: bool = False,
         kept: KeptTexts = NOTHING_KEPT,
     ) -> None:
-        """make: makes a batch of its requests, with that many rows; choices: what tokens are chosen
-        by, None where none is; shares: whether later requests may share prefixes; kept: what a KV
-        store has."""
+        """make: makes a batch of its requests, with that many rows; choices: the sampling state,
+        None without sampling; shares: whether later requests may share prefixes; kept: lookup in a
+        KV store."""
         self._plan, self._source, self._make = plan, source, make
         self._requests: list[EncodedRequest] = []
         self._admission = Admission(plan)
@@ -127,7 +127,7 @@ class Waiting:
         self.left: list[EncodedRequest] = []
         self.entered = self._computed = self._padded = self._spared = self._loaded = 0
         self._choices, self._shares = choices, shares
-        # How often others went before the one that has waited longest, and how often in a row
+        # How often other requests passed the longest waiting one, and how often in a row
         # nothing could enter though nothing was going.
         self._passed_over = self._stuck = 0
 
@@ -137,12 +137,12 @@ class Waiting:
         return PromptTokens(self._computed, self._padded, self._spared, self._loaded)
 
     def given(self, running: Running) -> Batch:
-        """Returns what is computed of a batch that is there."""
+        """Return the computed parts of an admitted batch."""
         return self._given[running]
 
     def enter(self, going: Sequence[Running], most: int | None) -> Sequence[Running]:
-        """Lets as many batches enter as the plan has rows for beside those that are `going`, and
-        before them their prefixes."""
+        """Admits batches while the plan has rows in addition to those of `going`, after their
+        prefixes."""
         if any(running.is_prefix for running in going):
             return ()
         policy = self._plan.policy
@@ -229,7 +229,7 @@ class Waiting:
         self._padded += batch.size * batch.prompt_len - left_out(segments)
 
     def _forget(self, running: Running) -> None:
-        """Forgets a batch that is done."""
+        """Forgets a finished batch."""
         del self._given[running], self.members[running]
         self._chains.pop(running, None)
 
@@ -250,14 +250,14 @@ class Waiting:
         self._prefixes.hold_for([*self._requests, *self._next_ones])
 
     def _chosen(self, most: int, is_beside: bool) -> Sequence[EncodedRequest]:
-        """Takes up to `most` requests out, neighbours in length; is_beside: whether they run beside
-        other batches."""
+        """Takes up to `most` requests out, neighbours in length; is_beside: whether they run
+        together with other batches."""
         number = min(most, len(self._requests))
         if is_beside and number:
             number = rows_beside(number)
         first = 0
         if number < len(self._requests) and not self._source.is_ended:
-            # The one that has waited longest goes, whatever its length.
+            # The longest waiting request goes, regardless of its length.
             oldest = min(range(len(self._requests)), key=lambda i: self._requests[i].index)
             first = min(oldest, len(self._requests) - number)
         taken = self._with_room(self._requests[first : first + number], is_beside)
@@ -268,7 +268,7 @@ class Waiting:
     def _with_room(
         self, requests: Sequence[EncodedRequest], is_beside: bool
     ) -> Sequence[EncodedRequest]:
-        """Returns the first of some requests, as many as the plan has room for the prefixes of; if
+        """Returns the leading requests whose prefixes fit the plan; if
         there is none, others whose prefixes have entered."""
         room, count = self._prefixes.room, 0
         new = set[SharedPrefix]()
@@ -288,7 +288,7 @@ class Waiting:
         return there[: len(requests)]
 
     def _by_itself(self, request: EncodedRequest) -> Sequence[EncodedRequest]:
-        """Has a request share nothing, for which others leave no room; returns it unless it is then
+        """Removes a request's prefixes if they do not fit; returns it unless it is then
         too long for the plan."""
         self._passed_over = self._stuck = 0
         self._prefixes.drop(request)
@@ -322,7 +322,7 @@ class Waiting:
         return adjusting_arrays([*rows, *padding])
 
     def allowed(self, running: Running, guesses: Guesses = ()) -> np.ndarray | None:
-        """Returns which tokens may come next in a batch, uint32 [batch, vocabulary / 32], or None;
+        """Returns the allowed next tokens of a batch, uint32 [batch, vocabulary / 32], or None;
         see `offload.batch.BatchSource`."""
         members, choices = self.members[running], self._choices
         if choices is None or all(r.params.schema is None for r in members):
@@ -411,7 +411,7 @@ def pad_prompts(
 def made_batch(
     config: ModelConfig, is_scoring: bool, members: Sequence[EncodedRequest], rows: int
 ) -> Batch:
-    """Returns what is computed of some requests, with `rows` rows."""
+    """Returns the batch of the given requests, padded to `rows` rows."""
     ids, first_valid = pad_prompts(members, rows, config.pad_id, config.max_positions)
     fill = rows - len(members)
     most = np.array([len(r.prompt_ids) + r.max_tokens for r in members] + [1] * fill, np.int32)

@@ -1,4 +1,4 @@
-"""Leads the stages of a model through a run: decides what each slot computes."""
+"""Leads the stages of a model through a run: decides the content of each slot."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from flexgen_jax.policy.stages import told
 
 
 class LedStages(Protocol):
-    """The stages, as they are led."""
+    """The leader's interface to the stages."""
 
     def tell_slot(self, **content: Any) -> None:
         """Tells all stages of the next slot; see `stage_worker.StageSource.hear`."""
 
     def result(self, batch: int) -> Any:
-        """Returns what the last stage's head made of a batch's step; waits for it."""
+        """Returns the last stage's head result for a batch's step; waits for it."""
 
 
 class Conductor:
-    """Decides what the stages of one run compute: which batches enter, what they do in each slot,
-    and when they leave."""
+    """Decides the work of the stages in one run: admission of batches, their steps per slot, and
+    their end."""
 
     def __init__(
         self,
@@ -76,8 +76,7 @@ class Conductor:
             yield
 
     def _receive(self, group: list[Running]) -> list[int]:
-        """Receives the tokens of a group's last slot; returns the batches that are done, by
-        number."""
+        """Receives the tokens of a group's last slot; returns finished batches, by number."""
         leaving = []
         for batch in list(group):
             if batch not in self._asked:
@@ -126,7 +125,8 @@ class Conductor:
         self._number += 1
 
     def _more(self, batch: Running, token: int) -> dict[str, Any]:
-        """Returns what a step needs besides: the tokens before it, and what choosing depends on."""
+        """Returns a step's further arguments: the tokens before it, and what choosing depends
+        on."""
         if token < 0:
             return {}
         ids = {"ids": self._ids[batch]} if token > 0 else {}

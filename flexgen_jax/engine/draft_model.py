@@ -1,5 +1,5 @@
 """Guesses by a model that lies on the device as a whole: a smaller one with the same tokens, or the
-same one in 4 bits. One token after the other is taken; where the text is drawn, with the draws that
+same one in 4 bits. Tokens are drafted one by one; where the text is drawn, with the draws that
 the text's own tokens will have, so that models that agree guess what will be drawn."""
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ CHUNKS = (1, 8, 64)
 """Tokens of a text that a program takes at once; the last ones of a chunk may be none."""
 
 SMALLEST_CACHE, CACHE_GROWTH = 256, 4
-"""Tokens of a text's first KV cache, and how many times as large the next one is."""
+"""Tokens of a sequence's first KV cache, and its growth factor."""
 
 
 def check_drafts(draft: Model, target: Model) -> None:
-    """Raises `UserError` for a model that cannot guess another one's tokens."""
+    """Raises `UserError` for a model that cannot draft for another model."""
     spec = model_spec(draft.config)
     if draft.config.has_experts:
         raise UserError(f"--draft {draft.name}: a mixture-of-experts model cannot be a draft model")
@@ -64,7 +64,7 @@ class ModelDrafter:
     """Makes drafts by a model; see `offload.speculation.Drafter`. Its weights are brought to the
     device for the first text.
 
-    model: is not changed; policy: has the bits of its weights; dtype: what it computes in; limit:
+    model: is not changed; policy: has the bits of its weights; dtype: its compute format; limit:
     the number of tokens that the guessed model knows.
     """
 
@@ -128,14 +128,14 @@ class Network:
         self._device.close()
 
     def rows(self, most: int) -> Rows:
-        """Says that a text is one without padding, of at most so many tokens."""
+        """Sets up a sequence without padding, of at most `tokens` tokens."""
         one = np.zeros(1, np.int32)
         constant = self._device.memories.constant
         return Rows(*map(constant, (one, one, np.array([most], np.int32))))
 
     def run(self, ids: Any, start: int, known: int, kept: TextState) -> jax.Array:
-        """Runs tokens, int32 [1, token], from index `start` on through the layers, the first
-        `known` of which change what is kept. Returns hidden states, [1, token, hidden]."""
+        """Runs tokens, int32 [1, token], from index `start` through the layers; only the first
+        `known` tokens change the state. Returns hidden states, [1, token, hidden]."""
         numbers, tokens = self._device.memories.numbers, ids.shape[1]
         embed = self._programs.get(programs.embed, rows=1, tokens=tokens)
         hidden: jax.Array
@@ -172,7 +172,7 @@ class Network:
 
 
 class TextState:
-    """What the layers keep of a text: of those that attend KV caches with room for `room` tokens,
+    """The layers' state for a sequence: of those that attend KV caches with room for `room` tokens,
     of others what they replace with every token."""
 
     def __init__(self, network: Network) -> None:
@@ -188,7 +188,7 @@ class TextState:
         ]
 
     def make_room(self, network: Network, tokens: int) -> None:
-        """Makes room for so many tokens; the programs for it are compiled anew."""
+        """Makes room for `tokens` tokens; its programs are compiled again."""
         if tokens <= self.room:
             return
         before, self.room = self.room, max(self.room, SMALLEST_CACHE)
@@ -218,7 +218,7 @@ def _one(hidden: jax.Array, index: int) -> jax.Array:
 
 
 class ModelDraft:
-    """Guesses how one text goes on; see `offload.speculation.TextDraft`."""
+    """Drafts the continuation of one sequence; see `offload.speculation.TextDraft`."""
 
     def __init__(self, network: Network, config: ModelConfig, limit: int) -> None:
         self._network, self._config, self._limit = network, config, limit
@@ -243,7 +243,7 @@ class ModelDraft:
         return tokens[:known]
 
     def _read(self, ids: Sequence[int]) -> jax.Array:
-        """Runs the tokens that have come through the model; returns the last one's hidden
+        """Runs the tokens that have come through the model; returns the last token's hidden
         states."""
         while True:
             left = ids[self._seen :]

@@ -1,4 +1,4 @@
-"""What guesses tokens for a run: made of the options, and what planning needs to know of it."""
+"""What guesses tokens for a run: made from the options, and its description for planning."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENOUGH_TRIED = 200
 """Guesses after right ones that a run must have had for its share to count in later plans."""
 
 KEPT_SHARE = 0.5
-"""The weight of what was measured before, beside a run's."""
+"""The weight of earlier measurements relative to a run's."""
 
 
 class Guessing(NamedTuple):
@@ -47,8 +47,8 @@ class Guessing(NamedTuple):
 class Drafting:
     """What guesses tokens, and how often it was right so far.
 
-    guessing: the model that guesses, None where there is none; memory: the file in which the share
-    of right guesses is kept between runs.
+    guessing: the model that guesses, None where there is none; memory: the file with the acceptance
+    rate of earlier runs.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Drafting:
         self._measured = read_cached(self.memory)
 
     def rates(self, hw: HardwareProfile) -> DraftRates:
-        """Returns what planning needs to know."""
+        """Returns the description for planning."""
         if self._rates is None or self._rates[0] != hw:
             self._rates = (hw, rates_of(self.name, self.guessing, hw, self._measured))
         return self._rates[1]
@@ -81,7 +81,7 @@ class Drafting:
 
 
 def name_of(draft: str | Path | Model) -> str:
-    """Returns what guesses tokens as it is asked for."""
+    """Returns the requested drafter."""
     return draft.name if isinstance(draft, Model) else str(draft)
 
 
@@ -97,8 +97,8 @@ def guessing_of(setting: Setting, config: ModelConfig | None) -> Guessing:
 def rates_of(
     name: str, guessing: Guessing | None, hw: HardwareProfile, accepted: float | None
 ) -> DraftRates:
-    """Returns the rates of guesses, which a model makes if there is one. accepted: the share of
-    right guesses, None for what is expected."""
+    """Returns the rates of guesses, which a model makes if there is one. accepted: the acceptance
+    rate, None for the expected rate."""
     accepted = EXPECTED.get(name, OF_A_MODEL) if accepted is None else accepted
     if guessing is None:
         return DraftRates(name, accepted)
@@ -132,8 +132,8 @@ def planned_rates(
 def drafting_of(
     options: EngineOptions, model: Model, setting: Setting, progress: Progress
 ) -> Drafting | None:
-    """Returns what the options have guess tokens, None if that is nothing; raises `UserError` for
-    what cannot."""
+    """Returns the options' drafter, None without drafting; raises `UserError` for impossible
+    drafters."""
     draft = options.draft
     if draft is None and options.base_policy.draft_tokens:
         draft = LOOKUP  # a policy asks for guesses, and does not say whose

@@ -13,7 +13,7 @@ R = TypeVar("R", covariant=True)
 
 
 class Source(Protocol[R]):
-    """Requests that come one after the other."""
+    """Requests that arrive over time."""
 
     @property
     def is_ended(self) -> bool:
@@ -46,8 +46,8 @@ class Listed(Generic[T]):
 class Feed(Generic[S, T]):
     """Reads an iterator in a thread, so that a slow one holds up nothing.
 
-    prepare: what the thread makes of each request and its number; limit: how many requests may be
-    read before they are taken. What the iterator raises is kept in `error`, and ends it.
+    prepare: the thread's conversion of each request and its number; limit: how many requests may be
+    read before they are taken. An exception of the iterator is stored in `error` and ends the feed.
     """
 
     def __init__(self, requests: Iterable[S], prepare: Callable[[S, int], T], limit: int) -> None:
@@ -82,7 +82,7 @@ class Feed(Generic[S, T]):
             return bool(self._ready)
 
     def close(self) -> None:
-        """Reads no more; a `next()` that has begun ends by itself."""
+        """Reads no more; a running `next()` finishes on its own."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

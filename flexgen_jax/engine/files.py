@@ -1,4 +1,4 @@
-"""Reads prompts from files, and says what of a result is written to one."""
+"""Reads prompts from files, and selects the fields of written results."""
 
 from __future__ import annotations
 

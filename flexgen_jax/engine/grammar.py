@@ -1,4 +1,4 @@
-"""Texts that are JSON of a schema: which tokens may come next, by the llguidance library."""
+"""Texts that are JSON of a schema: the allowed next tokens, by the llguidance library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_DIGITS = 24
 
 
 class Matcher:
-    """A text so far, and what may come next. It is done when nothing may.
+    """The text so far, and its allowed next tokens. It is done when nothing may.
 
     The library does not raise: with a text that breaks the rules, or a schema that is too complex
     for it, a matcher is in error from then on.
@@ -44,7 +44,7 @@ class Matcher:
             self.take(token)
 
     def copy(self) -> Matcher:
-        """Returns a matcher of the same text, which goes on by itself."""
+        """Returns an independent copy of the matcher."""
         other = copy(self)
         other._matcher, other._digits = self._matcher.deep_copy(), copy(self._digits)
         return other
@@ -70,7 +70,7 @@ class Matcher:
             self._opened = None
 
     def allowed(self) -> np.ndarray:
-        """Returns which tokens may come next: bits of uint32 [vocabulary / 32, rounded up], the
+        """Returns the allowed next tokens: bits of uint32 [vocabulary / 32, rounded up], the
         lowest bit first; all after an error, and in reasoning all but the end tokens and those that
         would begin the JSON with the reasoning's mark."""
         words = self._vocabulary.words
@@ -168,7 +168,7 @@ class Grammars:
     def matcher(self, schema: str, prompt: Sequence[int], made: Sequence[int]) -> Matcher:
         """Returns the matcher of a text that has the tokens `made`. schema: a JSON schema, itself
         as JSON; prompt: the tokens before the text, which may begin reasoning. Raises `UserError`
-        for a schema that is wrong or asks for what is not supported."""
+        for an invalid or unsupported schema."""
         opened = opened_by(self._tokenizer, prompt)
         return Matcher(self._compiled(schema).deep_copy(), self._bits, made, opened)
 
@@ -219,7 +219,7 @@ class _Pieces:
 
 
 def schema_text(schema: Mapping[str, Any] | str) -> str:
-    """Returns a JSON schema as JSON text; raises `ValueError` for what is no JSON object."""
+    """Returns a JSON schema as JSON text; raises `ValueError` unless it is a JSON object."""
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -237,7 +237,7 @@ def schema_text(schema: Mapping[str, Any] | str) -> str:
 
 
 def _fixed_numbers(schema: Any) -> Iterator[int]:
-    """Yields the integers that a schema asks for as they are, in "const" and "enum"."""
+    """Yields the literal integers of a schema, in "const" and "enum"."""
     waiting: list[tuple[Any, bool]] = [(schema, False)]
     while waiting:
         pattern, is_fixed = waiting.pop()

@@ -1,5 +1,5 @@
-"""How large the inputs of a model's products are on a text, by which errors of their weights count
-(Lin et al. 2024, "AWQ", section 3)."""
+"""The magnitudes of matmul inputs on a sample text, which weight quantization errors (Lin et al.
+2024, "AWQ", section 3)."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def input_sizes(
     """Returns for the kernels of decoder layers, by key, the mean square of each of their input's
     elements, fp32 [in].
 
-    ids: int32 [window, token]; begin: called with the name of each layer. One layer is in memory
-    at a time, in fp32. Raises `UserError` for a model with experts, of which few tokens
-    go through each.
+    ids: int32 [window, token]; begin: called with the name of each layer. One layer is in memory at
+    a time, in fp32. Raises `UserError` for a mixture of experts, where few tokens reach each
+    expert.
     """
     config = source.config
     if config.has_experts:

@@ -42,7 +42,7 @@ from flexgen_jax.policy.policy import Attention, Policy, Workload
 from flexgen_jax.progress import Bars, Progress
 
 OnError = Literal["return", "raise"]
-"""What comes of prompts that cannot be continued."""
+"""Handling of prompts that cannot run."""
 
 
 class LLM(TextModel):
@@ -50,7 +50,7 @@ class LLM(TextModel):
 
     model: a Hugging Face folder, a GGUF file, a hub id, a `Model` of one's own arrays, or None for
     the toy model that ships with the package.
-    The other arguments are explained in `EngineOptions`.
+    Further arguments are explained in `EngineOptions`.
 
     Raises `UserError` where something about these, or about a prompt, is wrong.
     """
@@ -158,14 +158,14 @@ class LLM(TextModel):
     ) -> list[RequestOutput]:
         """Continues every prompt; the results are in the prompts' order.
 
-        on_output: called with a prompt's index and its result as soon as it is finished, which is
-            long before the last one is; an exception that it raises ends the run.
+        on_output: called with a prompt's index and its result as soon as it is finished; an
+            exception that it raises ends the run.
         on_token: called with a prompt's index as a text, or "index.number" for further texts of the
             same prompt, and each of its tokens.
-        prefix: as in `Request`, with which all prompts begin.
-        on_error: "return" gives a prompt that cannot be continued, such as one that is too long, a
-            result whose `error` says why, and continues the others; "raise" raises a `PromptError`
-            before anything is run. If none can be continued, that is raised in any case.
+        prefix: the common prefix of all prompts, as in `Request`.
+        on_error: "return" gives a prompt that cannot run (too long, for example) a result with
+            `error`, and runs all other prompts; "raise" raises a `PromptError` before anything is
+            run. If none can be continued, that is raised in any case.
         """
         inputs = self._prompts.inputs(prompts, prompt_token_ids)
         return self._continued(inputs, sampling_params, on_output, on_token, prefix, on_error)
@@ -189,14 +189,13 @@ class LLM(TextModel):
         """Answers a conversation, or each of several, as the model's chat template writes it.
 
         messages: [{"role": "user", "content": "..."}], or a list of such lists. The template gets
-            them as they are, and so it does `tools`, `documents` and the variables in
-            `chat_template_kwargs`, such as {"enable_thinking": False}.
-        chat_template: a template's text, or the name of one of the folder's.
-        add_generation_prompt, continue_final_message: as in transformers; the latter continues the
-            last message in place of answering it.
-        now: what the template takes as the present time; None is the time of the call.
+        them unchanged, and also `tools`, `documents` and the variables in `chat_template_kwargs`,
+        such as {"enable_thinking": False}. chat_template: a template's text, or the name of one of
+        the folder's. add_generation_prompt, continue_final_message: as in transformers;
+        `continue_final_message` continues the last message instead of answering it. now: the date
+        for the template; None is the time of the call.
 
-        The other arguments and the results are those of `generate`; a result's prompt is the
+        Further arguments and the results are those of `generate`; a result's prompt is the
         conversation as text. A conversation that the template refuses is like a prompt that cannot
         be continued.
         """
@@ -222,14 +221,14 @@ class LLM(TextModel):
 
     def unfinished(self) -> list[tuple[str, list[int], list[TokenLogprob]]]:
         """Returns the id, the tokens so far and their log-probabilities, if asked for, of each
-        request that is not finished: of the run under way, or of the last one as it ended. For
-        `on_token`, and for what comes after an interruption."""
+        request that is not finished: of the current run, or of the last run at its end. For
+        `on_token`, and after an interruption."""
         latest = self._serving.latest
         return list(latest.unfinished()) if latest is not None else []
 
     def untaken(self) -> list[RequestOutput]:
-        """Returns the results of the stream under way, or of the last one, that are finished and
-        were not yielded; see `unfinished`."""
+        """Returns the finished results of the current or last stream that were not yielded; see
+        `unfinished`."""
         return list(self._ready)
 
     def _continued(
@@ -280,13 +279,14 @@ class LLM(TextModel):
         """Continues requests as they come, and yields each result when it is finished.
 
         requests: an iterable, which may have no end. A thread reads it, no further ahead than the
-            engine can use. What it raises is raised here, once all that was read is finished.
+            engine can use. Its exceptions are raised here, after all requests read so far are
+            finished.
         on_token: called with a request's id and each of its tokens.
-        lengths: of prompts and of new tokens, for which it is planned from the start; by default
+        lengths: of prompts and new tokens for the first plan; by default
             those of the first requests. A longer one waits until those under way are finished.
 
-        An impossible request yields a result whose `error` says why. Closing the generator frees
-        what is under way.
+        An impossible request yields a result whose `error` says why. Closing the generator cancels
+        running requests.
         """
         ready = self._ready = deque[RequestOutput]()
         generation = self._generation(lambda _, result: ready.append(result), on_token)
@@ -315,9 +315,9 @@ class LLM(TextModel):
 
     def cancel(self, request_id: str) -> None:
         """Ends a request with the tokens that it has, from `on_token` or another thread; its result
-        says "cancelled". In `generate`, its id is the one that `on_token` has. One that is still to
+        says "cancelled". In `generate`, the id is that of `on_token`. One that is still to
         come from a stream's source, or of a stream that has not begun, ends before its first token;
-        one that is finished stays as it is."""
+        a finished request does not change."""
         self._serving.cancel(request_id)
 
     def _generation(self, on_output: OnFinished, on_token: OnToken | None = None) -> Generation:
@@ -346,16 +346,16 @@ class LLM(TextModel):
         *,
         through_cache: bool = False,
     ) -> list[PairScore]:
-        """Returns what each continuation is worth after its context, for choices among answers.
+        """Returns the score of each continuation after its context, for choosing among answers.
 
         contexts, continuations: texts, or token ids, of equal number. As texts, a pair is encoded
             together, and spaces at the context's end count as the continuation's. Tokens at the
             beginning of a context that do not fit into the model's are left out.
         through_cache: as in `score`.
 
-        What all contexts begin with, such as examples, is computed once, or else the context that
-        several continuations have. Raises `UserError` for a context without a token, and for a
-        continuation without one or that does not fit by itself.
+        A common beginning of all contexts, such as examples, is computed once; otherwise each
+        context with several continuations is. Raises `UserError` for an empty context, and for a
+        continuation that is empty or too long.
         """
         return self._scorer.pairs(contexts, continuations, through_cache)
 
@@ -400,7 +400,7 @@ class LLM(TextModel):
 
     @property
     def policy(self) -> Policy | None:
-        """The policy of the last run; None before the first one."""
+        """The policy of the last run; None before the first run."""
         return self._runner.policy
 
     @property

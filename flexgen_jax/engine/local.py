@@ -47,7 +47,7 @@ class LocalRunner:
         routing: MeasuredRouting | None = None,
     ) -> None:
         """trace, breakdown: as in `EngineOptions`; kv_store: where texts' KV cache is kept;
-        drafting: what guesses tokens where the policy has drafts; routing: keeps how often experts
+        drafting: the drafter, if the policy has drafts; routing: keeps how often experts
         are chosen."""
         self._drafting, self._routing = drafting, routing
         self.planner = planner

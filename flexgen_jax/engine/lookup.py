@@ -1,7 +1,7 @@
 """Guesses by looking up the last tokens in the text before them.
 
-Documents, code and JSON repeat themselves: what followed the same tokens last time is likely to
-follow again (Saxena 2023, "Prompt Lookup Decoding").
+Documents, code and JSON repeat themselves: tokens that followed the same tokens last time are
+likely to follow again (Saxena 2023, "Prompt Lookup Decoding").
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class LookupDraft:
         return ()
 
     def _going_on(self, ids: Sequence[int], start: int, count: int) -> list[int]:
-        """Returns `count` tokens from an index on; at the end of the text, it goes on as it does
-        from there: 7 8 7 8 with 7 8 7 8 ..."""
+        """Returns `count` tokens from an index on; at the end of the text, the match is repeated: 7
+        8 7 8 with 7 8 7 8 ..."""
         period = len(ids) - start
         return [ids[start + n % period] for n in range(count)]
 

@@ -20,7 +20,7 @@ from flexgen_jax.errors import StageError, UserError
 from flexgen_jax.policy.stages import Division
 
 HELLO_S = 5.0
-"""Seconds for whoever connects to say who it is."""
+"""Seconds for a connecting process to identify itself."""
 
 JOIN_OTHERS_S = 600.0
 """Seconds for stages of other machines to join."""
@@ -42,12 +42,12 @@ class Message(NamedTuple):
 
 
 def stage_name(number: int, layers: range) -> str:
-    """Returns what a stage is called in messages."""
+    """Returns a stage's name in messages."""
     return f"stage {number} (layers {layers.start} to {layers.stop - 1})"
 
 
 class Member:
-    """A stage's process, seen from the one that leads.
+    """A stage's process, seen from the leader.
 
     process: None if it was started elsewhere.
     """
@@ -63,15 +63,15 @@ class Member:
 
     def send(self, kind: str, **content: Any) -> None:
         assert self.wire is not None, "it has connected"
-        with suppress(ClosedError):  # whoever waits for an answer is told
+        with suppress(ClosedError):  # waiters for an answer get the error
             self.wire.send(kind, **content)
 
 
 class Members:
     """The processes of all stages, which live until `close`.
 
-    Raises `StageError` when one is lost; the others are ended then. ready: what each said when it
-    was.
+    Raises `StageError` when one is lost; all other stages are stopped then. ready: what each said
+    when it was.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Members:
         say: Callable[[str], object],
     ) -> None:
         """layers: of each stage; coordinator: the address at which stages of other machines join,
-        None if all are on this one; options: theirs; say: told what the user should do."""
+        None if all are on this one; options: theirs; say: called with a hint for the user."""
         self._say = say
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._results: dict[int, Any] = {}
@@ -180,7 +180,7 @@ class Members:
                 raise self._lost(member)
 
     def _lost(self, member: Member) -> StageError:
-        """Ends the other stages; returns the error of one that is gone."""
+        """Stops all other stages; returns the error for a lost stage."""
         how = "is gone"
         if member.process is not None:
             with suppress(subprocess.TimeoutExpired):
@@ -245,20 +245,20 @@ class Members:
             member.layers = part
 
     def result(self, batch: int) -> Any:
-        """Returns what the last stage's head made of a batch's step; waits for it."""
+        """Returns the last stage's head result for a batch's step; waits for it."""
         while batch not in self._results:
             self._next()
         result = self._results.pop(batch)["result"]
         return tuple(result) if isinstance(result, list) else result
 
     def forget_results(self) -> None:
-        """Forgets what earlier runs have left."""
+        """Drops leftovers of earlier runs."""
         self._results.clear()
 
     def close(self) -> None:
-        """Ends all stages, and waits until they are gone."""
+        """Stops all stages, and waits for their exit."""
         until = time.monotonic() + PATIENCE_S
-        for member in reversed(self._members):  # the first one serves the others
+        for member in reversed(self._members):  # the first stage serves the others
             if member.wire is not None:
                 member.send("close")
             if member.process is not None:

@@ -1,4 +1,4 @@
-"""What `LLM`, the command line and benchmarks are told: one dataclass for all of them."""
+"""Options of `LLM`, the command line and benchmarks: one dataclass for all three."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LOOKUP, SELF_4BIT = "lookup", "self-4bit"
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Which model runs, where its data lies and what it may take.
+    """The model, the placement of its data, and its budgets.
 
     model: a Hugging Face folder, a hub id, a known shape's name with `dummy_weights`, or None
         for the small model that ships with the package.
-    policy: a `Policy`, or "auto" for the one that `policy.search` finds for each workload. For long
+    policy: a `Policy`, or "auto" to search one for each workload. For long
         runs it first probes this machine for some seconds, once.
     dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's (on the CPU bfloat16
-        in place of float16).
+        instead of float16).
     weight_bits, cache_bits: 8 or 4 keeps weights, or full KV blocks, in that many bits an element;
         16 is the dtype. A model that is published in few bits keeps its own weights by default.
     requantize: whether `weight_bits` may round weights again that are published in few bits.
@@ -38,32 +38,33 @@ class EngineOptions:
     matmul_bits: 8 has decoder layers multiply integers of 8 bits, which costs some quality; faster
         with 4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16 and VNNI, slower
         elsewhere.
-    attention, attention_sparsity, prefill_chunk: see `Policy`. Of these six, None is what the
-        policy says.
-    draft: what guesses tokens, of which a pass over the weights then checks several: "lookup", what
+    attention, attention_sparsity, prefill_chunk: see `Policy`. For these six, None means the
+        policy's value.
+    draft: the drafter for speculative decoding: "lookup", what
         followed the same tokens in the text so far; "self-4bit", the model itself with weights in 4
         bits; or a smaller model with the same tokens, named as `model` is. A model that guesses
         lies on the device as a whole. None guesses nothing.
     draft_tokens: how many are guessed for a pass, `DRAFT_TOKENS` by default.
-    device_memory, host_memory, disk_space: budgets in bytes or as "16GB"; None is what is there.
+    device_memory, host_memory, disk_space: budgets in bytes or as "16GB"; None is the available
+        memory.
     write_limit: bytes that a plan may write to the disk a day, since that wears an SSD; None is
         without a limit. Weights, which are stored once, do not count.
     offload_dir: where the disk tier lies, and what later runs use again; None is the user's cache.
-    kv_store: bytes of disk, or "20GB", for the KV cache of prompts and texts, which later requests
-        and runs with the same prefix load in place of computing them; None keeps nothing.
+    kv_store: bytes of disk, or "20GB", for the KV cache of prompts and completions; later requests
+        and runs with the same prefix load it; None keeps nothing.
     kv_store_dir: its folder; None is the user's cache.
     prefix_sharing: whether prefixes that requests share are found, and computed once.
-    dummy_weights: random weights of a known shape, in place of a checkpoint's.
+    dummy_weights: random weights of a known shape, instead of a checkpoint's.
     seed: of random weights; sampling has the seeds of `SamplingParams`.
     progress: whether progress bars are shown; "placing" leaves out that of tokens.
     unified: whether host and device are one RAM; None is so on a CPU.
     hardware: the profile to plan with: a file or a known machine's name; None is this machine's.
     breakdown: whether the report has the busy time of the device and of its links, which costs some
         speed; so it has with a trace.
-    trace: a file to which every transfer and computation is written, for ui.perfetto.dev.
+    trace: a file for a timeline of all transfers and computations, for ui.perfetto.dev.
     stages: processes that the model's layers are divided over, each with a device of its own: a
         GPU, or a share of the cores. Budgets are each stage's. coordinator: "HOST:PORT", where
-        stages of other machines join; then only the first one is started here.
+        stages of other machines join; then only the first stage is started here.
     sets_up_jax: whether `set_up_jax` is called, which has JAX keep compiled programs for later
         processes, and use most of a GPU's memory.
     """
@@ -180,4 +181,4 @@ CHANGES = (
     "attention_sparsity",
     "prefill_chunk",
 )
-"""Options that change a policy and fix none: the search goes on with them."""
+"""Options that change a policy and fix none: the search continues with them."""

@@ -17,14 +17,14 @@ from flexgen_jax.models.tokenizer import Tokenizer
 from flexgen_jax.progress import Amount
 
 ENOUGH = 8
-"""Finished texts from which the length of others is expected."""
+"""Number of finished completions for estimating the length of others."""
 
 REMEMBERED = 2_000
-"""Most requests of which it is kept how long their texts were."""
+"""Maximum number of requests whose completion length is kept."""
 
 RECENT = 1 << 16
-"""Finished requests whose ids are known, so that cancelling one of them late cancels no later one
-of the same id."""
+"""Number of remembered finished ids, so that a late cancel does not hit a new request with the same
+id."""
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
@@ -67,7 +67,8 @@ OnOutput = Callable[[int, RequestOutput], object]
 @dataclass
 class _Sequence:
     """A request that is not finished. ids: the text's tokens; logprobs: those of this run's tokens;
-    shown: number of tokens that `on_token` has had; matcher: what may come next, None for all."""
+    shown: number of tokens that `on_token` has had; matcher: the allowed next tokens, None for
+    all."""
 
     request: EncodedRequest
     ids: list[int]
@@ -80,8 +81,8 @@ class Generation:
     """Collects the tokens of requests until they are finished.
 
     on_output: called with a request and its result when it is finished; on_token: with the
-    request's id and a token; grammars: makes what texts of a schema are held to. texts: the tokens
-    of finished requests, None if there are many. on_later: called with a request that goes on in
+    request's id and a token; grammars: makes the matchers of JSON schemas. texts: the tokens of
+    finished requests, None if there are many. on_later: called with a request that continues in
     another pass, see `EncodedRequest.later`; where there is none, requests have no `later`.
     """
 
@@ -106,7 +107,7 @@ class Generation:
         self.num_tokens = 0
 
     def begin(self, requests: Sequence[EncodedRequest]) -> None:
-        """Takes in requests that will be run."""
+        """Receives requests before they run."""
         for request in requests:
             made = list(request.made_ids)
             matcher = self._matcher(request)
@@ -138,7 +139,8 @@ class Generation:
         return [row for row, r in enumerate(requests) if self._under_way(r) is not None]
 
     def _under_way(self, request: EncodedRequest) -> _Sequence | None:
-        """Returns the sequence of a request; None if it is finished, or goes on as another."""
+        """Returns the sequence of a request; None if it is finished, or continues as another
+        request."""
         sequence = self._sequences.get(request.index)
         return sequence if sequence is not None and sequence.request == request else None
 
@@ -162,8 +164,8 @@ class Generation:
     def allowed(
         self, request: EncodedRequest, guesses: Sequence[int] = ()
     ) -> list[np.ndarray] | None:
-        """Returns which tokens may come next in a request, and after each of some guesses as far as
-        these are allowed; None if all may."""
+        """Returns the allowed next tokens of a request, and after each allowed draft token; None if
+        all may."""
         sequence = self._sequences.get(request.index)
         matcher = None if sequence is None else sequence.matcher
         if matcher is None:
@@ -264,8 +266,8 @@ class Generation:
             self._cancelled.add(request_id)
 
     def wanted(self, requests: list[EncodedRequest]) -> list[EncodedRequest]:
-        """Returns those of some requests that have not begun and are not cancelled; the others are
-        finished."""
+        """Returns those of some requests that have not begun and are not cancelled; all other
+        requests are finished."""
         if not self._cancelled:
             return requests
         for request in requests:
@@ -289,8 +291,8 @@ class Generation:
         return [sequence.request for _, sequence in sorted(self._sequences.items())]
 
     def progress(self) -> Amount:
-        """Returns how far the requests are that were begun; what is left of a text is expected from
-        those that are finished."""
+        """Returns how far the requests are that were begun; the remaining length is estimated from
+        finished completions."""
         expected = self._finished.mean_tokens
         left = 0.0
         for sequence in self._sequences.values():

@@ -1,4 +1,4 @@
-"""Pairs of contexts and continuations to score: what contexts share is computed once."""
+"""Pairs of contexts and continuations to score: common parts of contexts are computed once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Context:
 
     @property
     def computed(self) -> int:
-        """Tokens that are computed of it and its branches."""
+        """Computed tokens of the context and its branches."""
         return len(self.tokens) - 1 + self.branches.total
 
     @property
@@ -54,8 +54,8 @@ class Context:
 
 @dataclass(frozen=True)
 class Split:
-    """How pairs are computed: those in `alone` as rows of their own, whose first `prefix` tokens
-    are computed once for all, the others as branches of their contexts."""
+    """How pairs are computed: pairs in `alone` as separate rows with `prefix` common first tokens,
+    all other pairs as branches of their contexts."""
 
     alone: tuple[int, ...]
     prefix: int
@@ -63,11 +63,12 @@ class Split:
 
     @classmethod
     def of(cls, rows: Sequence[Row], lengths: Sequence[int], shares: bool, most: int) -> Split:
-        """Chooses between what all contexts begin with and each context by itself, whichever leaves
-        fewer tokens to compute.
+        """Chooses between one common beginning of all contexts and separate contexts, by the number
+        of tokens to compute.
 
-        rows: contexts with their continuations; lengths: tokens of the latter; shares: whether
-        anything can be shared; most: tokens of a row with branches, 0 where there can be none.
+        rows: contexts with their continuations; lengths: tokens of the separate contexts; shares:
+        whether anything can be shared; most: tokens of a row with branches, 0 where there can be
+        none.
         """
         everything = tuple(range(len(rows)))
         if not shares or len(rows) < 2:

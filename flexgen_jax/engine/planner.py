@@ -1,4 +1,4 @@
-"""Chooses the policy of a run, or checks a given one, against what the machine has."""
+"""Chooses a run's policy, or checks a given policy, for this machine."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ STAY = 1.25
 time."""
 
 BACK_OFF, BACK_OFFS = 0.8, 5
-"""After running out of memory, plans use this fraction of what was allowed; and how often that is
+"""After running out of memory, plans use this fraction of the budget; and how often that is
 repeated."""
 
 SAMPLE_TOKENS = 256
-"""Tokens of a prompt by which the time of one is estimated."""
+"""Prompt length for estimating the time of one token."""
 
 SHARING_PROGRAMS = 2
 """The fixed time of a layer's decode step that sharing a prefix adds, in that of a step: attention
@@ -174,7 +174,7 @@ class Planner:
         return policy or base
 
     def _base(self, workload: Workload) -> Policy:
-        """Returns the policy that was asked for, without guesses where prompts are scored."""
+        """Returns the requested policy, without drafts for scoring."""
         return replace(self.policy, draft_tokens=0) if workload.head == SCORE else self.policy
 
     def problem(self, workload: Workload) -> Problem:
@@ -192,7 +192,7 @@ class Planner:
 
     @property
     def planned_setting(self) -> Setting:
-        """The setting with what guesses are expected to bring."""
+        """The setting with the expected acceptance rate."""
         if self.drafting is None:
             return self.setting
         return replace(self.setting, drafts=self.drafting.rates(self._known_profile()))
@@ -266,7 +266,7 @@ class Planner:
         return bool(computed > steps * SHARING_PROGRAMS * costs.hw.step_s)
 
     def is_worth_loading(self, tokens: int, layout: PieceLayout) -> bool:
-        """Returns whether loading so many tokens' KV cache takes less time than computing them: by
+        """Returns whether loading the KV cache of `tokens` tokens is faster than computing it: by
         the profile of the machine, from its disk, and to its device.
 
         Computing also takes the time of the weights' way to the device, if they have one, which is
@@ -281,7 +281,7 @@ class Planner:
         return loaded < computed
 
     def back_off(self, on_host: bool) -> bool:
-        """Plans for less memory from now on, after running out of it.
+        """Plans for less memory from now on, after an out-of-memory error.
 
         on_host: it was not the device's memory. Returns false if that was done `BACK_OFFS` times
         already, or if the policy was given.

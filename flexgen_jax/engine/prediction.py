@@ -1,4 +1,4 @@
-"""Predicts the time of a run of texts whose lengths are known, as they are afterwards."""
+"""Predicts the time of a run whose completion lengths are known, as they are afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_STEPS = 30_000
 
 
 class KnownTexts(Waiting):
-    """Requests of which it is known after how many tokens each ends; see `simulate.Texts`."""
+    """Requests with known completion lengths; see `simulate.Texts`."""
 
     def __init__(
         self,

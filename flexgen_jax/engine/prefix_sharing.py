@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from flexgen_jax.engine.requests import LEAST_PREFIX, EncodedRequest
 
 LEAST_SAVED = 64
-"""Tokens that sharing must leave out to be worth a pass of its own for what is shared."""
+"""Minimum number of saved tokens for a shared prefix."""
 
 LEAST_SHARE = 0.05
 """The part of all prompts' tokens that sharing must leave out: a batch then takes more steps."""
@@ -38,8 +38,8 @@ def share(
     """Returns requests that know how long the prefixes are that they share with others of them, or
     that are `known`. A prefix that a request names stays shared.
 
-    stored: how many of a prompt's first tokens a KV store has, with which it then begins; is_worth:
-    whether it is worth it to spare so many tokens of requests.
+    stored: the number of a prompt's first tokens in a KV store; is_worth:
+    whether saving that number of tokens pays.
 
     Three prompts "abcx", "abcy" and "abd" may share "ab", and the first two "abc".
     """
@@ -66,8 +66,7 @@ def share(
 
 
 def _with_stored(request: EncodedRequest, stored: Callable[[Ids], int]) -> EncodedRequest:
-    """Returns a request whose prefix is what a KV store has of it, if that is longer than the one
-    that it names."""
+    """Returns a request with the stored prefix, if it is longer than the named prefix."""
     tokens = 0 if request.is_alone else stored(request.prompt_ids[:-1])
     return replace(request, shared=(tokens,)) if tokens > request.prefix_len else request
 
@@ -113,10 +112,10 @@ class Worth(NamedTuple):
 
 
 def _nodes(rows: Sequence[Any], worth: Worth) -> Iterator[tuple[int, int, int, int]]:
-    """Yields the prefixes that are worth sharing, the shorter ones first: the first of the sorted
-    rows that have it, the one after the last, its length, and that of the one before it."""
+    """Yields the prefixes that are worth sharing, the shorter ones first: the range of sorted rows
+    with the prefix, its length, and its parent's length."""
     common = [_common(a, b) for a, b in pairwise(rows)]
-    # Rows that all share the first `depth` tokens, of which `before` are shared by then.
+    # Rows that all share the first `depth` tokens; `before` of them are shared already.
     waiting = deque([(0, len(rows), 0, 0)])
     while waiting:
         first, last, depth, before = waiting.popleft()
@@ -131,8 +130,8 @@ def _nodes(rows: Sequence[Any], worth: Worth) -> Iterator[tuple[int, int, int, i
 
 
 def _runs(common: Sequence[int], first: int, last: int, depth: int) -> Iterator[tuple[int, int]]:
-    """Yields the longest runs of at least two rows, each of which shares more than `depth` tokens
-    with its neighbours."""
+    """Yields the longest runs of at least two rows that share more than `depth` tokens with their
+    neighbours."""
     start = first
     for stop in range(first + 1, last + 1):
         if stop == last or common[stop - 1] <= depth:

@@ -21,7 +21,7 @@ that few shapes are compiled."""
 
 
 def padded_prefix(tokens: int) -> int:
-    """Returns the columns of a prefix of so many tokens: 512 for 500, 640 for 600."""
+    """Returns the columns of a prefix of `tokens` tokens: 512 for 500, 640 for 600."""
     bucket = max(PREFIX_BUCKET, (1 << (tokens.bit_length() - 1)) // 8)
     return -(-tokens // bucket) * bucket
 
@@ -30,7 +30,7 @@ def padded_prefix(tokens: int) -> int:
 class SharedPrefix:
     """A prefix that requests share.
 
-    parent: the shorter one that it goes on from; running: its batch, None until that enters;
+    parent: the shorter prefix that it extends; running: its batch, None until that enters;
     is_held: whether waiting requests have it.
     """
 
@@ -45,7 +45,7 @@ class SharedPrefix:
 
     @property
     def chain(self) -> list[SharedPrefix]:
-        """This one and what it goes on from, the shortest first."""
+        """This prefix and the prefixes that it extends, shortest first."""
         return [*(() if self.parent is None else self.parent.chain), self]
 
     def hold(self, is_held: bool) -> None:
@@ -56,7 +56,7 @@ class SharedPrefix:
 
 
 OpenStored = Callable[[tuple[int, ...]], StoredSequence | None]
-"""Returns what a KV store has of a prefix, None if that is not all of it."""
+"""Returns a prefix's entry in the KV store, None unless it is complete."""
 
 
 class Prefixes:
@@ -75,7 +75,7 @@ class Prefixes:
         return self._known
 
     def fitted(self, request: EncodedRequest) -> EncodedRequest:
-        """Returns a request that shares nothing if the plan has no room for what it shares."""
+        """Returns the request without its prefixes if they do not fit the plan."""
         lengths = np.diff((0, *request.shared))
         is_fit = all(padded_prefix(int(tokens)) <= self._shape.prefix for tokens in lengths)
         return request if is_fit else replace(request, shared=())
@@ -105,7 +105,7 @@ class Prefixes:
 
     @property
     def room(self) -> int:
-        """How many prefixes may enter beside those that are there."""
+        """Number of prefixes that may enter in addition to resident ones."""
         there = sum(prefix.running is not None for prefix in self._known.values())
         return self._shape.prefixes * (self._shape.prefix > 0) - there
 
@@ -174,8 +174,7 @@ class Prefixes:
         self._clean()
 
     def _clean(self) -> None:
-        """Forgets prefixes that have not entered, and that neither a waiting request nor a prefix
-        that has entered goes on from."""
+        """Drops pending prefixes that neither a waiting request nor a resident prefix needs."""
         there = [b for b in self._known.values() if b.running is not None]
         needed = {b for longest in (*self._of.values(), *there) for b in longest.chain}
         self._known = {ids: b for ids, b in self._known.items() if b in needed}

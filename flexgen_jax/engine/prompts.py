@@ -27,7 +27,7 @@ from flexgen_jax.progress import Progress
 Prompts = str | Sequence[str]
 
 Input = tuple[str | None, Sequence[int] | None] | UserError
-"""A prompt's text and its token ids, one of which may be absent; or why there is no prompt."""
+"""A prompt's text and its token ids; one may be absent; or why there is no prompt."""
 
 Encode = Callable[[Request, int], EncodedRequest]
 """Checks and encodes a request, given its place among all."""
@@ -119,7 +119,7 @@ class PromptReader:
     ) -> list[EncodedRequest]:
         """Returns requests that know what they share of a prefix.
 
-        One by itself shares nothing; see also `runs_share_prefixes`.
+        A single request shares nothing; see also `runs_share_prefixes`.
         """
         if isinstance(prefix, str):
             if self._tokenizer is None:

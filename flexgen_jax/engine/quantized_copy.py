@@ -31,7 +31,7 @@ class QuantizedCopy:
     """A copy of a folder whose large matrices are in an own format.
 
     bits: 4 or 8; sizes: the mean squares of kernels' inputs, by key, as `input_sizes` returns them:
-    the error of a weight counts by the root of the one that meets it. Matrices that are stored for
+    each error is weighted by the root of its input's mean square. Matrices that are stored for
     all experts together stay in 16 bits. Raises `CheckpointError` for a source that is not a folder
     of plain numbers.
     """
@@ -94,7 +94,7 @@ class QuantizedCopy:
         yield Entry(f"{name}.shape", "I64", (2,))
 
     def _content(self, names: Iterable[str], progress: Callable[[int], object]) -> Iterator[bytes]:
-        """Yields the bytes of what stored tensors become."""
+        """Yields the bytes of the converted tensors."""
         for name in names:
             yield from self._bytes(name)
             progress(self._tensors.array(name).nbytes)
@@ -124,7 +124,7 @@ def quantize_folder(
 ) -> float:
     """Writes a model's folder in fewer bits; returns the bits of a weight on average.
 
-    text: by which errors of weights count, None if all count alike; see `input_sizes`. Raises
+    text: the weights of quantization errors, None for equal weights; see `input_sizes`. Raises
     `UserError` for a model that cannot be read or written so.
     """
     checkpoint = Checkpoint(source)

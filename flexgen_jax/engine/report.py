@@ -1,4 +1,4 @@
-"""What a run has measured."""
+"""A run's measurements."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Report(TypedDict, total=False):
     # Of the KV store: bytes written, and files evicted, by this process.
     kv_store_written: int
     kv_store_evicted: int
-    # What the operating system read from disks; None where it does not say.
+    # Bytes that the operating system read from disks; None if unknown.
     storage_read_bytes: int | None
     peak_bytes: dict[str, int]
     device_peak_bytes: int | None

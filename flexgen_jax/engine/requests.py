@@ -28,12 +28,12 @@ LEAST_PREFIX = 16
 class Request:
     """A prompt to continue, for `LLM.stream`.
 
-    id: names the request's result; no two requests that are not finished may have the same.
-    prompt: a text, or else prompt_token_ids: its token ids. prefix: the text, or the token ids,
-    with which this prompt begins like others: instructions, or examples. Where it does, the KV
-    cache of these tokens is computed and kept once for all of them; it changes no result.
-    continued: tokens of the text that an earlier run has made; the text goes on after them. place:
-    a number that random draws follow from, with the seed; None is the request's place among all.
+    id: names the request's result; no two requests that are not finished may have the same. prompt:
+    a text, or else prompt_token_ids: its token ids. prefix: the text, or token ids, of a prefix
+    shared with other prompts: instructions, or examples. Its KV cache is then computed and stored
+    once for all prompts; it changes no result. continued: tokens of the text that an earlier run
+    has made; the prompt continues after it. place: a number that random draws follow from, with the
+    seed; None is the request's place among all.
     """
 
     id: str
@@ -46,7 +46,7 @@ class Request:
 
 
 NOTHING = -1
-"""In place of a token where none is scored."""
+"""Stands for a token that is not scored."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class EncodedRequest:
     id, prompt: as given; shared: the lengths of the prefixes that it shares with other requests,
     the shortest first; is_alone: whether it must share nothing; continued: how many of its last
     tokens are of the text, made by an earlier run; place: what its random draws follow from, None
-    for the index; branches: what the prompt ends with, in which case `scored` has the tokens after
-    each of theirs, and `NOTHING` after padding; later: tokens that may follow after `max_tokens`,
-    once the whole sequence is computed anew, since longrope has other frequencies from there on.
+    for the index; branches: the continuations at the prompt's end; `scored` then has the token
+    after each of their tokens, and `NOTHING` for padding; later: tokens after `max_tokens`, for
+    which the whole sequence is computed again, because longrope changes its frequencies there.
     """
 
     index: int
@@ -101,12 +101,12 @@ class EncodedRequest:
 
     @property
     def given_ids(self) -> tuple[int, ...]:
-        """The prompt without what an earlier run has made of the text."""
+        """The prompt without tokens of an earlier run."""
         return self.prompt_ids[: len(self.prompt_ids) - self.continued]
 
     @property
     def made_ids(self) -> tuple[int, ...]:
-        """What an earlier run has made of the text."""
+        """The tokens of an earlier run."""
         return self.prompt_ids[len(self.prompt_ids) - self.continued :]
 
     @property
@@ -121,14 +121,14 @@ class EncodedRequest:
 
     @property
     def own_ids(self) -> tuple[int, ...]:
-        """The prompt after what is shared."""
+        """The prompt after the shared prefix."""
         return self.prompt_ids[self.prefix_len :]
 
 
 def copies(request: EncodedRequest, count: int) -> list[EncodedRequest]:
     """Returns a request as often as it asks for texts; count: the number of all requests. The first
-    one is itself, the indices of the others are larger by multiples of `count`, and their draws
-    follow from these numbers."""
+    copy is the request itself; further copies have indices larger by multiples of `count`, which
+    seed their draws."""
     others = range(1, request.params.n)
     return [
         request,
@@ -148,7 +148,8 @@ def shared_tokens(prompt: Sequence[int], prefix: Sequence[int]) -> tuple[int, ..
     """Returns how many tokens of a prefix a prompt shares, at least one short of the prompt, () if
     none.
 
-    It is all of them but the last, which as a text may be one with what follows, or none.
+    All tokens except the last, because in a text prefix the last token may merge with the following
+    text.
     """
     count = min(len(prefix), len(prompt)) - 1
     is_whole = count >= LEAST_PREFIX and count == len(prefix) - 1
@@ -156,7 +157,7 @@ def shared_tokens(prompt: Sequence[int], prefix: Sequence[int]) -> tuple[int, ..
 
 
 def common_length(rows: Sequence[Any]) -> int:
-    """Returns how many elements all of some sequences begin with; there is at least one of them."""
+    """Returns how many elements all of some sequences begin with; there is at least one prompt."""
     one, other = min(rows), max(rows)  # all others are between these two
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
@@ -174,7 +175,7 @@ def check_ids(ids: Sequence[int], index: int, config: ModelConfig) -> None:
 
 
 def impossible(errors: Mapping[int, str]) -> PromptError:
-    """Returns the error of prompts that cannot be continued. errors: what is wrong, by index."""
+    """Returns the error of prompts that cannot be continued. errors: the errors, by index."""
     number, said = next(iter(errors.items()))
     said = re.sub("^the prompt", f"prompt {number}", said)
     said = said if said.startswith("prompt ") else f"prompt {number}: {said}"
@@ -192,7 +193,7 @@ def check_prompt(prompt: object) -> None:
 
 
 def token_ids(ids: object) -> list[int]:
-    """Returns token ids as Python's own integers; raises `UserError` for what are none."""
+    """Returns token ids as Python's own integers; raises `UserError` otherwise."""
     if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
         raise UserError(f"token ids must be a list of integers, not {ids!r}")
     checked = []
@@ -322,11 +323,10 @@ class Encoder:
 
 
 def divided(request: EncodedRequest, border: int | None) -> EncodedRequest:
-    """Returns a request that ends where its sequence gets longer than `border` tokens, and goes on
-    later.
+    """Returns a request that pauses when its sequence exceeds `border` tokens, and continues later.
 
     With a border of 64 and a prompt of 50, the first 15 tokens follow from 50 to 64 tokens; the
-    next one follows from 65.
+    next request continues from 65.
     """
     first = 0 if border is None else border + 1 - len(request.prompt_ids)
     if not 0 < first < request.max_tokens:

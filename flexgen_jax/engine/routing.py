@@ -17,11 +17,11 @@ from flexgen_jax.models.weight_source import WeightSource, digest
 from flexgen_jax.policy.expert_rates import ExpertRates
 
 TELLING = 64
-"""Choices for each expert, on average, from which on counts say how often experts are chosen: with
+"""Mean choices per expert from which counts are used as frequencies: with
 fewer, chance makes some look popular."""
 
 KEPT = 8192
-"""Choices for each expert, on average, that are kept of earlier runs beside a new one's."""
+"""Mean choices per expert of earlier runs that are kept next to a new run's."""
 
 Counts = dict[int, np.ndarray]
 """How often each expert was chosen, by the layer's index."""
@@ -30,7 +30,7 @@ Counts = dict[int, np.ndarray]
 class MeasuredRouting:
     """How often the experts of a model were chosen in runs on this machine.
 
-    rates: what was known when this was made. What a run adds counts from the next start on, so that
+    rates: the earlier counts. What a run adds counts from the next start on, so that
     all plans of a process agree.
     """
 
@@ -58,7 +58,7 @@ class MeasuredRouting:
         return {int(layer): np.array(chosen, np.int64) for layer, chosen in kept.items()}
 
     def observe(self, counts: Mapping[int, np.ndarray]) -> None:
-        """Keeps what a run has counted, by the layer's index."""
+        """Stores a run's counts, by layer index."""
         if not counts:
             return
         kept = self._read()

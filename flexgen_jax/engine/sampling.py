@@ -15,13 +15,13 @@ from flexgen_jax.errors import UserError
 from flexgen_jax.models.defaults import RULES, SamplingDefaults
 
 MOST_LOGPROBS = 20
-"""The most tokens whose log-probabilities are returned beside the chosen one's."""
+"""Maximum number of tokens whose log-probabilities are returned in addition to the chosen one's."""
 
 DEFAULT_TOKENS = 32
 """New tokens where neither a request nor the model's folder says how many."""
 
 FORCED = 1e9
-"""What is added to the logit of a token that has to come."""
+"""Added to the logit of a forced token."""
 
 LEAST_ADJUSTED = 16
 """Rows adjust a power of two of logits, this or more, so that few programs are compiled."""
@@ -60,27 +60,27 @@ BANS = ("min_tokens", *RULES[1:])
 class SamplingParams:
     """Sampling parameters of one request.
 
-    What is None is as the model's folder wants (generation_config.json), or does nothing if it has
-    no wish; so is `stop` if it is empty. Temperature, top_k, top_p and min_p are greedy without a
-    wish; who sets the temperature chooses without the folder's three others. A temperature of 0 is
-    greedy; top_k 0, top_p 1 and min_p 0 exclude no token; min_p is a share of the likeliest token's
-    probability. The `stop` strings end a sequence and are not part of its text. Its random draws
-    depend only on `seed` and on the request's place in the call, whatever else runs beside it. With
-    `ignore_eos`, the end token does not end a sequence.
+    None means the model folder's default (generation_config.json), or no effect without one; so is
+    `stop` if it is empty. Temperature, top_k, top_p and min_p are greedy without a wish; who sets
+    the temperature chooses without the folder's three others. A temperature of 0 is greedy; top_k
+    0, top_p 1 and min_p 0 exclude no token; min_p is a share of the likeliest token's probability.
+    The `stop` strings end a sequence and are not part of its text. Its random draws depend only on
+    `seed` and on the request's position in the call. With `ignore_eos`, the end token does not end
+    a sequence.
 
-    max_tokens: the most new tokens; 32 if the folder does not say. min_tokens: the end token cannot
-    come before so many tokens. stop_token_ids: tokens that end a text as the end token does, with
+    max_tokens: the most new tokens; 32 if the folder does not say. min_tokens: minimum number of
+    tokens before an end token. stop_token_ids: tokens that end a text as the end token does, with
     `ignore_eos`, too. repetition_penalty divides the logits above 0 of tokens in the prompt or the
     text, and multiplies others; logit_bias is added to the logits of single tokens, by id;
-    presence_penalty is taken off those of tokens in the text, frequency_penalty as often as they
-    are in it; in this order. no_repeat_ngram_size: no sequence of so many tokens comes twice, in
-    prompt and text. bad_words_ids: sequences of tokens that do not come. suppress_tokens: tokens
-    that do not come; begin_suppress_tokens: not as the first one. forced_eos_token_id: one of these
-    comes as the last token that `max_tokens` allows. These are as transformers has them.
-    logprobs: returns each token's log-probability, before all of these, with those of so many
-    likeliest tokens. n: how many texts are made of the prompt, in `LLM.generate` and `LLM.chat`.
-    json_schema: the text is JSON of this schema, which is an object, or JSON text; `max_tokens` may
-    still cut it off. Where the prompt ends with "<think>", the JSON begins after "</think>".
+    presence_penalty is subtracted from logits of tokens in the completion, frequency_penalty once
+    per occurrence; in this order. no_repeat_ngram_size: no n-gram of this length repeats in prompt
+    and completion. bad_words_ids: sequences of tokens that do not come. suppress_tokens: tokens
+    that do not come; begin_suppress_tokens: not as the first token. forced_eos_token_id: forced as
+    the last token within `max_tokens`. These are as transformers has them. logprobs: returns each
+    token's log-probability before these changes, and those of this number of most likely tokens. n:
+    how many texts are made of the prompt, in `LLM.generate` and `LLM.chat`. json_schema: the text
+    is JSON of this schema, which is an object, or JSON text; `max_tokens` may still cut it off.
+    Where the prompt ends with "<think>", the JSON begins after "</think>".
 
     Raises `ValueError` that names the parameter.
     """
@@ -202,7 +202,7 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the likeliest tokens are taken, and nothing more is asked for."""
+        """Whether sampling is plain greedy decoding."""
         asks = self.logprobs is not None or self.json_schema is not None
         return not (self.is_sampled or self.is_adjusted or asks)
 
@@ -316,7 +316,7 @@ def _normalized(params: SamplingParams) -> dict[str, Any]:
 
 
 def _listed(name: str, value: Any) -> tuple[Any, ...]:
-    """Returns a list's elements as Python's own; raises `ValueError` for what is no list."""
+    """Returns a list's elements as Python's own; raises `ValueError` unless it is a list."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise ValueError(f"{name} must be a list, not {value!r}")
     return tuple(map(_python, value))
@@ -346,8 +346,8 @@ def sampling_arrays(
     """Returns the arguments of `layers.sampling.sample` for a batch but for the logits and the
     token, or () if all rows are greedy.
 
-    places, starts: for each row what its random key follows from, with its seed, and how many
-    tokens of its text there are already.
+    places, starts: for each row the inputs of its random key, with its seed, and the number of
+    tokens so far.
     """
     if not any(p.is_sampled for p in params):
         return ()

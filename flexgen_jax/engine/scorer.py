@@ -43,8 +43,8 @@ class Scorer:
         through_cache: bool,
         prefix: int = 0,
     ) -> list[ScoreOutput]:
-        """Scores texts' tokens; see `LLM.score`. prefix: how many of the first tokens all have
-        alike, which are computed once and not scored."""
+        """Scores texts' tokens; see `LLM.score`. prefix: number of common first tokens, which are
+        computed once and not scored."""
         params, requests = SamplingParams(max_tokens=1), []
         shared = (prefix,) if prefix else ()
         for index, row in enumerate(ids):
@@ -120,7 +120,8 @@ class Scorer:
                 start = stop
 
     def _pair(self, context: Text, continuation: Text) -> tuple[list[int], int]:
-        """Returns the tokens of a context and its continuation, and how many the latter has."""
+        """Returns the tokens of a context and its continuation, and the length of the
+        continuation."""
         if not isinstance(context, str) or not isinstance(continuation, str):
             return [*map(int, context), *map(int, continuation)], len(continuation)
         whole = self._model.encode(context + continuation)

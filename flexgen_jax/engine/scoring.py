@@ -16,7 +16,7 @@ from flexgen_jax.progress import Amount
 @dataclass(frozen=True)
 class ScoreOutput:
     """Natural log-probabilities of a text's tokens, each given the tokens before it; the first
-    token has none. greedy: whether each of these would have been the greedy choice."""
+    token has none. greedy: whether each token would have been the greedy choice."""
 
     text: str | None
     token_ids: list[int]
@@ -26,8 +26,8 @@ class ScoreOutput:
 
 @dataclass(frozen=True)
 class PairScore:
-    """What a continuation is worth after its context: its tokens, their natural log-probabilities,
-    and whether all of them are the greedy choices."""
+    """A continuation's score after its context: its tokens, their natural log-probabilities, and
+    whether every token is the greedy choice."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -35,7 +35,7 @@ class PairScore:
 
     @classmethod
     def of(cls, tokens: Sequence[int], logprobs: list[float], greedy: list[bool]) -> PairScore:
-        """Returns the score of the last tokens of which there are log-probabilities."""
+        """Returns the score of the last tokens that have log-probabilities."""
         count = len(tokens)
         return cls(list(tokens), logprobs[-count:], all(greedy[-count:]))
 
@@ -59,7 +59,7 @@ class Scoring:
         self._requests: list[EncodedRequest] = []
 
     def begin(self, requests: Sequence[EncodedRequest]) -> None:
-        """Takes in requests that will be run."""
+        """Receives requests before they run."""
         self._requests = list(requests)
 
     @property

@@ -1,4 +1,4 @@
-"""Walks requests through a model: plans for those that have come, runs them, and plans anew."""
+"""Walks requests through a model: plans for the waiting requests, runs them, and plans again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FIRST_READ = 16
 """Requests of a stream that are read before it is known how many run together."""
 
 UNKNOWN = 256
-"""Requests for which a stream is planned as long as it has not ended."""
+"""Number of requests that a stream is planned for until it ends."""
 
 Collector = Generation | Scoring
 """What the heads' results go to."""
@@ -38,7 +38,7 @@ class Runner(Protocol):
 
     @property
     def given(self) -> Policy:
-        """The policy that was asked for; if it `is_auto`, placements and batches are searched."""
+        """The requested policy; if it `is_auto`, placements and batches are searched."""
 
     @property
     def is_auto(self) -> bool: ...
@@ -64,7 +64,7 @@ class Runner(Protocol):
         """Returns how many of a prompt's first tokens are in the KV store, and worth loading."""
 
     def is_worth_sharing(self, saved: int, requests: Sequence[EncodedRequest]) -> bool:
-        """Returns whether requests should share prefixes, which spares so many tokens."""
+        """Returns whether requests should share prefixes, which saves `saved` tokens."""
 
     def note(self, said: str) -> None:
         """Says something to the user."""
@@ -82,16 +82,16 @@ class Runner(Protocol):
     def run(
         self, incoming: Incoming[EncodedRequest], collector: Collector, shares: bool
     ) -> Iterator[None]:
-        """Walks requests through the model, one step at a time; puts back those for which it was
-        not planned. shares: whether later requests may share prefixes."""
+        """Walks requests through the model, one step at a time; puts back requests outside the
+        plan. shares: whether later requests may share prefixes."""
 
     def back_off(self, error: Exception) -> None:
         """Plans for less after running out of memory; raises any other error, and this one if that
-        is not possible. After a `MachineError`, the next run places its weights again, and what is
-        damaged of them is read from the checkpoint."""
+        is not possible. After a `MachineError`, the next run places its weights again, reading
+        damaged ones from the checkpoint."""
 
     def report(self, texts: Mapping[EncodedRequest, int] | None) -> dict[str, Any] | None:
-        """Returns what the last run measured, None before the first one; texts: as for
+        """Returns the last run's measurements, None before the first run; texts: as for
         `Planner.predicted`."""
 
     def close(self) -> None:
@@ -99,9 +99,9 @@ class Runner(Protocol):
 
 
 class Serving:
-    """Runs one generation or scoring after the other.
+    """Runs generations and scorings one at a time.
 
-    shares: whether requests may share prefixes; running: the one under way; latest: the
+    shares: whether requests may share prefixes; running: the current one; latest: the
     last generation; texts: the tokens of each of its texts.
     """
 
@@ -119,7 +119,7 @@ class Serving:
             raise UserError("this LLM is closed; create another one")
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request of what is under way or about to begin."""
+        """Cancels a request that is running or about to run."""
         for generation in {self.running, self.upcoming}:
             if isinstance(generation, Generation):
                 generation.cancel(request_id)
@@ -147,8 +147,7 @@ class Serving:
 
         A plan that runs out of memory is replaced by a smaller one, which begins with the requests
         that are not finished; one that is too small for a request, by a larger one. allow: told how
-        many requests may be read ahead; expected: has lengths for which there is room from the
-        start.
+        many requests may be read ahead; expected: has lengths for the first plan.
         """
         self._begin(incoming, collector)
         workload = expected
@@ -192,8 +191,8 @@ class Serving:
             self.texts = collector.texts if isinstance(collector, Generation) else {}
 
     def _first_that_fits(self, workloads: Sequence[Workload]) -> tuple[Workload, Policy]:
-        """Returns the first of some workloads for which there is a policy, and that; raises
-        `BudgetError` if there is none for the last one."""
+        """Returns the first workload with a policy, and the policy; raises `BudgetError` if the
+        last workload has none."""
         for workload in workloads[:-1]:
             with suppress(BudgetError):
                 return workload, self._runner.policy_for(workload)
@@ -234,7 +233,7 @@ class Serving:
 def _planned_together(
     requests: Sequence[EncodedRequest], is_first: bool
 ) -> Sequence[EncodedRequest]:
-    """Returns those of some requests for which it is planned together: where some share
+    """Returns the requests to plan for together: where some share
     prefixes, these and others that are no longer without them; is_first: whether none of them has
     been left by an earlier plan, as the first one may have been, which must go now."""
     lengths = [len(request.own_ids) for request in requests if request.shared]
@@ -245,7 +244,7 @@ def _planned_together(
 
 
 def _with_room_for_stored(workload: Workload) -> Workload:
-    """Returns a workload with room for what requests that come later may load: a whole prompt."""
+    """Returns a workload with room for prefixes that later requests may load: a whole prompt."""
     return replace(
         workload,
         prefix_len=max(workload.prefix_len, padded_prefix(workload.prompt_len)),
@@ -254,16 +253,15 @@ def _with_room_for_stored(workload: Workload) -> Workload:
 
 
 def _as_many(workload: Workload, count: int) -> Workload:
-    """Returns a workload of more sequences; more prefixes will come where there are several, and
-    another one may where there is one."""
+    """Returns a workload of more sequences; several prefixes suggest that more will come, one
+    prefix that another may come."""
     prefixes, sequences = workload.num_prefixes, max(1, workload.num_sequences)
     prefixes = 2 if prefixes == 1 else -(-prefixes * count // sequences)
     return replace(workload, num_sequences=count, num_prefixes=prefixes)
 
 
 def _own_lengths(requests: Sequence[EncodedRequest]) -> list[int]:
-    """Returns how many tokens each of the different prefixes of requests has after the shorter one
-    that it goes on from."""
+    """Returns the number of tokens of each different prefix after the prefix that it extends."""
     tokens: dict[tuple[int, ...], int] = {}
     for request in requests:
         lengths = pairwise((0, *request.shared))

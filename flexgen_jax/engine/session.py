@@ -220,8 +220,8 @@ class Session:
 
     def disk_reads(self) -> tuple[list[DiskReads], float]:
         """Returns the direct reads of the last run, and the seconds during which at least one was
-        under way; none if they waited for computing most of the time, if nothing was computed
-        beside them, or if some were served from the page cache, as hidden states are."""
+        under way; none if they waited for compute most of the time, if nothing was computed
+        meanwhile, or if the page cache served some of them, as for hidden states."""
         report, busy_s = self._report, self._report["busy_s"]["disk_read"]
         nbytes, stored = report["bytes"]["disk_read"], report["storage_read_bytes"]
         is_cached = bool(self._weights.cached) or (stored is not None and stored < 0.9 * nbytes)
@@ -249,7 +249,7 @@ class Session:
         return reads, busy_s
 
     def _states(self) -> list[LayerState]:
-        """What all layers keep of the batches of the largest block."""
+        """All layers' states for the batches of the largest block."""
         return [state for running in block_of(self._largest) for state in running.layers]
 
     def _realized(self) -> dict[str, dict[Tier, float]]:

@@ -1,6 +1,6 @@
-"""A stage's own process: computes what it is told with its layers, and sends tokens back.
+"""A stage's own process: runs its layers on the leader's slots, and sends tokens back.
 
-It is started by `Stages` (`stages.py`), or by hand on another machine.
+It is started by `Stages` (`stages.py`), or manually on another machine.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ JOIN_S = 120
 """Seconds for all stages to find each other."""
 
 THREADS = "NPROC"
-"""The environment variable by which XLA's CPU client counts its threads. One of them waits while
+"""The environment variable for the number of threads of XLA's CPU client. One thread waits while
 hidden states are shifted: one more than cores, or a stage with one core would compute nothing
 meanwhile."""
 
 
 class StageSource(Slots):
-    """The batches of the slots that a stage is told; see `offload.executor.Source` and
+    """The batches of the slots sent to a stage; see `offload.executor.Source` and
     `Neighbours`."""
 
     def __init__(self, plan: BlockPlan, failed: Callable[[BaseException], object]) -> None:
@@ -84,7 +84,7 @@ class StageSource(Slots):
         return self
 
     def hear(self, content: Mapping[str, Any]) -> None:
-        """Takes in a message about a slot."""
+        """Receives a message about a slot."""
         entering = {}
         for number, shape, arrays in content["entering"]:
             self._batches[number] = read_batch(arrays)
@@ -166,7 +166,7 @@ class Worker:
         )
 
     def run(self) -> None:
-        """Does what is asked for, until there is nothing more."""
+        """Serves requests until the connection ends."""
         threading.Thread(target=self._listen, name="flexgen-listen", daemon=True).start()
         while True:
             kind, content = self._asked.get()
@@ -207,7 +207,7 @@ class Worker:
                 self._asked.put((kind, content))
 
     def _part(self, layers: Sequence[Sequence[int]]) -> ModelConfig:
-        """Returns what this stage has of the model. layers: from where to where, of each stage."""
+        """Returns this stage's part of the model. layers: from where to where, of each stage."""
         return self._whole.part(range(*layers[self._number]))
 
     def _checked(
@@ -217,7 +217,7 @@ class Worker:
         workload: Mapping[str, Any],
         groups: int,
     ) -> dict[str, Any]:
-        """Returns what of a given policy does not fit this stage's budgets, and else its plan."""
+        """Returns the misfit of a given policy with this stage's budgets, or its plan."""
         given = Policy.from_json(policy)
         problem = self._problem(layers, given, workload)
         needed = problem.peak(given)
@@ -240,7 +240,7 @@ class Worker:
         return self._assumed or known_profile(self._dtype, self._folder)
 
     def _probe(self) -> None:
-        """Probes what this stage has of the machine, while the other stages do the same."""
+        """Probes this stage's share of the machine, while the other stages do the same."""
         with suppress(OSError, ValueError, RuntimeError):  # a failed probe does not stop the run
             self._assumed = assumed_profile(
                 self._dtype, self._folder, self._unified, Progress(False)
@@ -321,8 +321,8 @@ class Worker:
 
 
 def _shared(budgets: Budgets, here: int, device: int | None, host: int | None) -> Budgets:
-    """Returns the budgets of one of `here` stages on this machine, which share its disk and, where
-    nothing else is asked for, its RAM. device, host: what is asked for."""
+    """Returns the budgets of one of `here` stages on this machine. They share its disk and, by
+    default, its RAM. device, host: the requested budgets."""
 
     def part(nbytes: int | None, asked: int | None) -> int | None:
         return nbytes if nbytes is None or asked is not None else nbytes // here
@@ -361,7 +361,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def _joined(address: tuple[str, int], stage: int, key: str) -> tuple[Wire, dict[str, Any]]:
-    """Connects to the leader, and waits until all stages have; returns what it says then."""
+    """Connects to the leader, and waits until all stages have; returns its answer."""
     until = time.monotonic() + JOIN_S
     while True:
         try:
@@ -410,12 +410,12 @@ def work(address: tuple[str, int], stage: int, key: str) -> None:
         pass
     except BaseException as error:
         _tell_error(wire, error)
-        time.sleep(JOIN_S)  # until it is ended: the others must not find it gone first
+        time.sleep(JOIN_S)  # until it is stopped: other stages must not notice a loss first
         sys.exit(1)
     finally:
         if worker is not None:
             worker.close()
-    os._exit(0)  # without waiting for the other stages, which end, too
+    os._exit(0)  # without waiting for other stages, which also stop
 
 
 def _tell_error(wire: Wire, error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""Several stages as one model: starts their processes, tells them what to compute, watches them.
+"""Several stages as one model: starts their processes, sends them work, watches them.
 
 this process: requests, end tokens, which batches enter and leave
    | what a slot computes, to all           ^ tokens, from the last
@@ -98,8 +98,8 @@ class Stages:
         return "the machines of all stages"
 
     def policy_for(self, workload: Workload) -> Policy:
-        """Returns the policy of all stages, of which each has its own placement where they are
-        chosen; raises `BudgetError` if none fits."""
+        """Returns the policy of all stages; each stage has its own placement if it was searched;
+        raises `BudgetError` if none fits."""
         if workload not in self._known:
             made = self._searched if self.is_auto else self._as_given
             self._known[workload] = made(workload, self.given)
@@ -173,8 +173,8 @@ class Stages:
         return best
 
     def _problem(self, workload: Workload, base: Policy) -> tuple[Problem, int]:
-        """Returns the problem of the whole model, for which no machine is known here, and the bytes
-        of a token's hidden state."""
+        """Returns the problem of the whole model (without a machine), and the bytes of a token's
+        hidden state."""
         problem = Problem(
             setting=self._setting,
             hw=generic_machine(self._setting.unified),
@@ -265,7 +265,7 @@ class Stages:
 
 
 def worker_options(options: EngineOptions) -> dict[str, Any]:
-    """Returns what stages need of the options."""
+    """Returns the options for stages."""
     arguments = options.arguments
     own = ("policy", "stages", "coordinator", "progress", "trace", "hardware", "breakdown")
     for name in own:

@@ -28,7 +28,7 @@ from flexgen_jax.progress import Progress
 from flexgen_jax.units import parse_bytes
 
 KV_VERSION = 1
-"""Version of what a KV store keeps: raised where layers compute other numbers than before."""
+"""Version of the KV store's content: raised where layers compute other numbers than before."""
 
 
 def start(options: EngineOptions) -> bool | None:

@@ -12,7 +12,7 @@ EXTRA = 8
 beginning."""
 
 MAX_STOP_LISTS = 256
-"""Lists of stop strings for which it is remembered which tokens may end one: a stream may have
+"""Number of stop string lists with cached sets of possible last tokens: a stream may have
 another list in every request."""
 
 
@@ -34,7 +34,7 @@ class Texts:
     def until_stop(self, request: EncodedRequest, ids: Sequence[int]) -> str | None:
         """Returns the text before the first stop string, or None if there is none yet.
 
-        A new one ends with the last token, so the whole text is decoded only if the end of it has
+        A new stop string ends with the last token, so the whole text is decoded only if its end has
         one.
         """
         stops = request.params.stop

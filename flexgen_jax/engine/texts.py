@@ -111,7 +111,7 @@ class TextModel:
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:
-        """What the model's folder wants of sampling where a request says nothing."""
+        """The model folder's sampling defaults."""
         return self._model.sampling
 
     def resolved(self, params: SamplingParams, prompt_len: int = 0) -> SamplingParams:

@@ -20,7 +20,7 @@ from flexgen_jax.policy.running import LayerState, Running
 
 def warm_up(device: Device, plan: BlockPlan) -> float:
     """Compiles every program that a greedy run of a plan's batches may need; returns the seconds of
-    compiling what the CPU computes beside the device."""
+    compiling the CPU's kernels."""
     WarmUp(device, plan).compile()
     states = [state for running in block_of(plan) for state in running.layers]
     generated = [state for state in states if state.running.blocks.generated]
@@ -152,7 +152,7 @@ class WarmUp:
             )
 
     def _token(self, state: LayerState, sealed: int, tokens: int) -> None:
-        """A layer's programs for so many tokens of each sequence when `sealed` KV blocks are
+        """A layer's programs for `tokens` tokens per sequence when `sealed` KV blocks are
         sealed."""
         running, layer = state.running, state.layer
         rows, tail = running.rows, running.lengths[sealed]
@@ -235,7 +235,7 @@ class WarmUp:
             to_blocks(programs.rank_tokens, there, room=room)
 
     def _experts(self, layer: LayerSpec, rows: int, tokens: int, is_prompt: bool = True) -> None:
-        """What a layer's experts compute of `tokens` tokens of each row."""
+        """A layer's expert programs for `tokens` tokens per row."""
         if layer.experts is None:
             return
         self._get(programs.route, layer, rows=rows, tokens=tokens)

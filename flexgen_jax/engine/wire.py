@@ -1,4 +1,4 @@
-"""Messages between the process that a user starts and its stages: JSON, and arrays beside it.
+"""Messages between the process that a user starts and its stages: JSON, and arrays.
 
     length of the JSON, 8 bytes | JSON: [kind, content, arrays] | the arrays' bytes
 
@@ -26,7 +26,7 @@ LENGTH = struct.Struct("!Q")
 
 
 class ClosedError(ConnectionError):
-    """The other side is gone."""
+    """The connection is lost."""
 
 
 class Wire:

@@ -70,7 +70,7 @@ def matmul_by_heads(
     """Multiplies the vectors of heads, [row, head, element], each by a part of its head's kernel,
     in x's dtype.
 
-    kernel: [head x feature, rank]; features: the first one of the part, and their number. The
+    kernel: [head x feature, rank]; features: first index and number of the part's elements. The
     elements are the kernel's inputs (rank), and the results features; with `is_inverse`, the
     opposite order.
     """

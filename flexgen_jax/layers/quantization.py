@@ -77,7 +77,7 @@ class QuantizedArray:
 jax.tree_util.register_dataclass(QuantizedArray, data_fields=("leaves",), meta_fields=("storage",))
 
 Kept = jax.Array | QuantizedArray
-"""A tensor in stored form, as it is moved and passed to layers: plain or quantized."""
+"""A tensor in stored form, for transfers and layers: plain or quantized."""
 
 
 def assemble(storage: Storage, leaves: Sequence[Any]) -> Any:

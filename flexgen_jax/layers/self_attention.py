@@ -69,7 +69,8 @@ def attend_earlier(
         each = [attend(query[:, :, n : n + 1], position + n, spec) for n in range(tokens)]
         outs, sums = zip(*each, strict=True)
         return jnp.concatenate(outs, axis=2), jnp.concatenate(sums, axis=2)
-    # All new tokens see the same cache: to the kernel, a head's tokens are heads that share keys and values.
+    # All new tokens see the same cache: to the kernel, a head's tokens are heads that
+    # share keys and values.
     heads = query.shape[1] * tokens
     asked = query.reshape(query.shape[0], heads, 1, query.shape[3])
     out, lse = attend(asked, position, replace(spec, num_heads=heads))
