@@ -1,4 +1,4 @@
-"""Makes the batches of a run as they enter, each with the homes of what it keeps."""
+"""Creates a run's batches at admission, with the homes of their states."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def running_batch(
     )
     running.share(shared)
     each = zip(plan.spec.decoders, homes.blocks, homes.replaced, strict=True)
-    # What a prefix leaves in layers with a state is what all its rows begin with.
+    # A prefix's final recurrent state is the initial state of all its rows.
     running.layers = [
         LayerState(
             running,
@@ -82,8 +82,8 @@ def running_batch(
 
 
 def block_of(plan: BlockPlan) -> list[Running]:
-    """Returns the batches of a plan's `entries` as if all had entered, the prefixes first, each of
-    which is shared by as many rows."""
+    """Returns the batches of a plan's `entries` as if all had entered, prefixes first; each prefix
+    is shared by an equal number of rows."""
     shapes = [shape for group, _ in plan.entries for shape in group]
     prefixes, batches = list[Running](), list[Running]()
     before, total = 0, sum(plan.shape.batch_sizes)

@@ -40,7 +40,7 @@ class Planned:
 
 
 class Alone(Planned):
-    """The prompts of a plan's largest batch, which enters when the others have left."""
+    """The prompts of a plan's largest batch, which enters after all other batches have left."""
 
     def __init__(self, plan: BlockPlan) -> None:
         super().__init__(plan, (0,))
@@ -51,9 +51,9 @@ class Alone(Planned):
 
 
 class LastOneLate(Planned):
-    """The batches of a plan, of which the last one enters when the others are nearly done.
+    """The batches of a plan; the last one enters when the others are nearly finished.
 
-    late: the wave with which it enters, counted from 0.
+    late: the wave of its entry, from 0.
     """
 
     def __init__(self, plan: BlockPlan, tokens: Sequence[int], late: int) -> None:

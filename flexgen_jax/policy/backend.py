@@ -1,4 +1,4 @@
-"""What a loop needs of the world: a backend that carries out its decisions."""
+"""The loop's interface to its environment: a backend that carries out its decisions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
     hidden: Handle = None
     # The KV blocks of earlier tokens, None if there are none, or the layer has no use for them.
     cache: Handle = None
-    # What the layer replaces with every token, None for the first ones, or if it has no such array.
+    # The layer's recurrent state, None at the first token or without a state.
     replaced: Handle = None
     # The next step and its hidden states, whose query may be computed while the CPU attends for
     # this step, or None.
@@ -52,29 +52,29 @@ class Backend(Protocol):
     """Moves and computes what a `BlockLoop` decides. Only `finish`, `wait`, `copy`, `drop` and
     `quantize` wait for anything.
 
-    `Running`, `LayerState` and `ReplacedSlot` have a payload, in which a backend keeps what it has
-    of a batch, and `Running.closing`, to which it says how that is given back.
+    `Running`, `LayerState` and `ReplacedSlot` have a payload for the backend's data of a batch;
+    callbacks in `Running.closing` free it.
     """
 
     def begin(self, step: Step, times: int) -> Begun:
-        """A step begins, which stands for so many tokens. Of a pass with guesses, the answer counts
-        that the embedding's step gets."""
+        """Marks the start of a step that represents `tokens` tokens. Of a pass with guesses, the
+        answer counts that the embedding's step gets."""
 
     def allocate(self, layout: Layout) -> Handle:
         """Makes a host buffer."""
 
     def fetch(self, part: Part, buffers: Sequence[Handle], like: Handle = None) -> Handle:
-        """Gathers a part, and reads what of it is on disk into `buffers`; like: an earlier load of
+        """Collects a part, reading its arrays on disk into `buffers`; like: an earlier load of
         the part, whose buffers have it already, or will when they are read."""
 
     def copy(self, load: Handle) -> None:
         """Waits for a load's reads, and starts its copy to the device."""
 
     def drop(self, load: Handle, is_used: bool) -> None:
-        """Ends a load and frees its copy; if no step used it, waits for what is under way."""
+        """Ends a load and frees its copy; if no step used it, waits for running transfers."""
 
     def compute(self, step: Step, inputs: Inputs) -> Handle:
-        """Dispatches a step; returns what it will have computed."""
+        """Dispatches a step; returns its future results."""
 
     def finish(self, step: Step, computed: Handle) -> int | None:
         """Waits for a step; returns how many rows of its batch need more tokens, None for all."""
@@ -83,12 +83,12 @@ class Backend(Protocol):
         """Leaves a batch with as few rows as `rows`, from its step in the embedding on."""
 
     def shrink_state(self, state: LayerState, cache: Handle, replaced: Handle) -> None:
-        """Leaves these rows in what a layer keeps, and in the loads of it. KV blocks of the disk
+        """Reduces a layer's state, and its loads, to the given rows. KV blocks of the disk
         are then in memory, until they are written again."""
 
     def keep(self, made: ReplacedPart | PromptPart | LayerState, computed: Handle) -> None:
-        """Keeps what a step made in the memory of its home, for disk on the host: what is replaced,
-        the sealed KV blocks of a prompt, or one token, which is written to a layer's open block.
+        """Stores a step's results in their home's memory (on the host for disk): a recurrent state,
+        the sealed KV blocks of a prompt, or one token for a layer's open block.
 
         computed: None for the KV blocks of a prefix that is stored, which come from there."""
 
@@ -100,11 +100,11 @@ class Backend(Protocol):
         writes to that."""
 
     def write(self, part: ReplacedPart | SealedPart) -> Handle:
-        """Starts writing to disk: what was kept to be replaced, whose memory `wait` frees, or
-        sealed blocks, from a copy of their own, whose memory is free."""
+        """Starts writing to disk: a recurrent state, whose memory `wait` frees, or sealed blocks,
+        from a separate copy whose memory is free."""
 
     def is_done(self, handle: Handle) -> bool:
-        """Returns whether a load's reads, or a write, are done."""
+        """Returns whether a load's reads, or a write, have finished."""
 
     def wait(self, write: Handle) -> None:
         """Waits for a write."""

@@ -41,7 +41,7 @@ class Ring:
         return buffers
 
     def has_room(self, layouts: Sequence[Layout]) -> bool:
-        """Returns whether buffers of these layouts can be acquired within what is planned; where
+        """Returns whether buffers of these layouts fit the plan; where
         batches differ in shape, each has layouts of its own."""
         room = self._ledger.room("host")
         if room is None or not layouts:
@@ -76,20 +76,20 @@ class Ring:
             self._shorten(free, count if layout is kept else 0)
 
     def relieved(self, peaks: Mapping[Tier, int] | None) -> AbstractContextManager[None]:
-        """Returns a context in which free buffers are given up before more than the planned bytes
-        of the host are in use; peaks: those bytes by tier, None if nothing was planned."""
+        """Returns a context that frees unused buffers before the host exceeds its planned bytes;
+        peaks: those bytes by tier, None if nothing was planned."""
         if peaks is None:
             return nullcontext()
         return self._ledger.relieved("host", peaks["host"], self._relieve)
 
     def _relieve(self, nbytes: int) -> None:
-        """Gives up so many bytes of free buffers, if there are."""
+        """Frees `nbytes` bytes of unused buffers, if available."""
         left = self._bytes - nbytes
         for free in self._free.values():
             self._shorten(free, 0, left)
 
     def _shorten(self, free: deque[tuple[int, Buffer]], count: int, least: int = 0) -> None:
-        """Gives up free buffers until `count` of them are left, or all have `least` bytes."""
+        """Frees unused buffers until `count` remain, or until all have at least `least` bytes."""
         while len(free) > count and self._bytes > least and free[0][0] <= self.finished:
             self._let_go(free.popleft()[1].layout.nbytes)
 

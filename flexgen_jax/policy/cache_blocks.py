@@ -30,8 +30,8 @@ class CacheBlocks:
         self._max_open = 0
 
     def enter(self, running: Running, others: Sequence[Running]) -> None:
-        """Takes in a batch beside others: acquires the buffers of its first open blocks in pinned
-        memory.
+        """Admits a batch to a running group: acquires the buffers of its first open blocks in
+        pinned memory.
 
         New pinned memory, for each layer, would hold up the prefill.
         """
@@ -73,14 +73,14 @@ class CacheBlocks:
             self._ring.release([buffer for buffer in buffers if buffer is not None], after)
 
     def part(self, state: LayerState, tokens: int) -> CachedPart:
-        """Returns the blocks of a layer and batch to attend to, once their writes to disk are done.
+        """Returns the blocks of a layer and batch to attend to, after their disk writes.
 
-        tokens: number of cached tokens; those that the loop left out are made up for.
+        tokens: number of cached tokens; skipped tokens are caught up first.
         """
         if state.tokens < tokens:
             self._skip(state, tokens)
         if not self._is_read:
-            # Buffers for reading must not come on top of what the prompts' blocks still hold.
+            # Read buffers must not add to memory that the prompts' blocks still hold.
             self._is_read = True
             while self._writing:
                 self._finish(next(iter(self._writing)))
@@ -90,8 +90,7 @@ class CacheBlocks:
         return state.part
 
     def shrink(self, state: LayerState, after: int) -> None:
-        """Accounts for the rows that a layer's blocks have from step number `after` on, to which
-        the backend has shrunk them."""
+        """Accounts for the shrunk row count of a layer's blocks from step number `after` on."""
         self._ring.release(state.kept, after)
         if state.buffer is not None:
             self._ring.release([state.buffer], after)
@@ -115,8 +114,8 @@ class CacheBlocks:
         return {"host": min(largest, sum(on_disk)), "disk": sum(on_disk)}
 
     def put_prompt(self, token: int, state: LayerState, computed: Handle) -> None:
-        """Stores the blocks of a prompt or of a chunk of it; after the last one, opens the first
-        block of generated tokens."""
+        """Stores the blocks of a prompt or chunk; after the last chunk, opens the first block of
+        generated tokens."""
         made = state.of_prompt(token)
         self._reserve(state, "device", made.held["device"])
         self._reserve(state, "host", made.held["host"] + made.held["disk"])
@@ -133,8 +132,8 @@ class CacheBlocks:
             self._open(state)
 
     def put_token(self, state: LayerState, computed: Handle) -> None:
-        """Stores what a layer keeps of one token, or of those that a pass caches; seals the open
-        block when it is full and another one comes after it."""
+        """Stores a layer's cached arrays of a token, or of a whole pass; seals the open block when
+        it is full and more tokens follow."""
         self._backend.keep(state, computed)
         state.tokens += state.running.passes.cached
         if state.tokens == state.full_at and state.sealed + 1 < len(state.running.lengths):
@@ -180,7 +179,7 @@ class CacheBlocks:
                 self._release(state, self._memory(state, block), sizes.open)
             self._reserve(state, self._memory(state, block), sizes.sealed)
         if state.homes[block] == "disk":
-            if buffer is not None:  # what is written is a copy of it
+            if buffer is not None:  # a copy is written
                 self._reserve(state, "host", sizes.sealed)
             if is_computed:
                 self._write(state, [block], sizes.sealed)
@@ -193,14 +192,14 @@ class CacheBlocks:
             state.kept.append(buffer)
 
     def _quantize(self, state: LayerState, block: int) -> None:
-        """Quantizes a full block on the device, to which one in pinned memory is copied."""
+        """Quantizes a full block on the device; a block in pinned memory is copied there."""
         is_copied = state.homes[block] != "device" and not self._plan.unified
         nbytes = state.sizes[block].open if is_copied else 0
         with self._ledger.reserving("device", nbytes):
             self._backend.quantize(state, block)
 
     def _release_buffer(self, state: LayerState) -> None:
-        """Releases the buffer of a sealed block, for good if the next block has another layout."""
+        """Releases the buffer of a sealed block; frees it if the next block has another layout."""
         buffer, following = state.buffer, state.sealed
         assert buffer is not None, "the block had one"
         is_last = following == len(state.homes)
@@ -211,7 +210,7 @@ class CacheBlocks:
 
     def skip(self, batches: Sequence[Running], token: int) -> None:
         """Reserves the memory of tokens that the loop left out before a token, in all layers of
-        some batches; one block of all of them is sealed after the other, as it would be."""
+        some batches; blocks are sealed one by one, as in a real run."""
         tokens = {running: running.span(token).start for running in batches}
         states = [
             running.layers[layer]

@@ -19,11 +19,11 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 NUM_BATCHES = (1, 2, 4, 8, 16, 32)
 
 GAIN = 1.01
-"""Factor of throughput that smaller KV blocks must exceed to be chosen, since the linear program
-does not know what their additional reads and programs cost."""
+"""Minimum throughput gain for smaller KV blocks, because the linear program ignores the cost of
+their additional reads and programs."""
 
 LARGE_LAYERS = 0.3
-"""The share of the device's memory from which two layers' weights count as much of it."""
+"""Two layers' weights are large if they exceed this share of device memory."""
 
 LEAN = 0.9
 """The share of a limit of written bytes that the linear program may use, since the simulator may
@@ -31,7 +31,7 @@ find less time for them."""
 
 
 NEAR = 4
-"""Batches near a policy's are at most so many times as large or as small, and as many or as few."""
+"""Maximum ratio of batch sizes, and of numbers of batches, near a policy's."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Candidate:
 
 
 def policies(problem: Problem) -> Iterator[Policy]:
-    """Yields the policies for which a linear program has to choose the fractions."""
+    """Yields policies whose fractions the linear program chooses."""
     choices, wanted = problem.choices, problem.workload.num_sequences
     variants = list(
         product(

@@ -17,8 +17,8 @@ class Loading:
 
     read: the queue entry of its disk read, see `Clock.read`; copied: bytes to copy to the device;
     size: bytes of one operation, which decide the rate, or None for those of the whole load;
-    passes_by: whether its copy is small and does not wait for large ones; ready: the time from
-    which on it can be copied, and once its copy is queued, that at which it is on the device.
+    passes_by: whether its copy is small and does not wait for large ones; ready: the time when it
+    can be copied; after its copy is queued, the time when it is on the device.
     """
 
     read: list[float] | None = None
@@ -29,7 +29,7 @@ class Loading:
 
 
 class Clock:
-    """Time as the executor's thread sees it: what it waits for, and what it keeps busy."""
+    """Time as the executor's thread sees it: its dependencies, and its resources."""
 
     def __init__(self, hw: HardwareProfile, overlap: bool, unified: bool) -> None:
         self.now = 0.0
@@ -48,7 +48,7 @@ class Clock:
         self.now = max(self.now, until)
 
     def compute(self, seconds: float, ready: float = 0.0) -> float:
-        """Dispatches a program that takes `seconds`; returns the time at which it is done.
+        """Dispatches a program that takes `seconds`; returns its finish time.
 
         It also takes the seconds that transfers' drag has cost since the last program.
         """
@@ -59,7 +59,7 @@ class Clock:
         return self._device
 
     def guess(self, seconds: float) -> None:
-        """Guesses tokens on the device, after what it computes, while the thread waits."""
+        """Drafts tokens on the device, after its current work, while the thread waits."""
         if seconds:
             self.wait(self.compute(seconds))
 
@@ -73,7 +73,7 @@ class Clock:
         self.busy["host_compute"] += seconds * self.weight
 
     def move(self, link: str, nbytes: int, ready: float = 0.0, size: float | None = None) -> float:
-        """Queues a transfer on a link other than "disk_read"; returns the time at which it is done.
+        """Queues a transfer on a link other than "disk_read"; returns its finish time.
 
         size: bytes of one operation, which decide the rate (default: `nbytes`).
         """
@@ -85,7 +85,7 @@ class Clock:
         return self._links[link]
 
     def pass_by(self, link: str, nbytes: int, ready: float = 0.0) -> float:
-        """Makes a small transfer; returns the time at which it is done.
+        """Makes a small transfer; returns its finish time.
 
         It does not wait for large transfers, because a GPU has several queues.
         """
@@ -99,8 +99,8 @@ class Clock:
     def read(self, nbytes: int, urgent: bool, source: str, seconds: float) -> list[float]:
         """Queues a read from the source "disk_read" or "page_cache", in the urgent lane or not.
 
-        seconds: how long it takes if nothing else is read. Returns the queue's entry: seconds left,
-        and the time at which it is done, -1 before.
+        seconds: how long it takes if nothing else is read. Returns the queue's entry: remaining
+        seconds, and the finish time, -1 before the end.
         """
         seconds = self._count("disk_read", nbytes, seconds, source)
         self._drain(self.now)
@@ -124,7 +124,7 @@ class Clock:
         return entry[1] >= 0
 
     def finish_read(self, entry: list[float] | None) -> None:
-        """Waits until the read of a queue entry is done."""
+        """Waits for the read of a queue entry."""
         if entry is None:
             return
         self._drain(self.now)

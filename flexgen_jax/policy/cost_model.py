@@ -65,10 +65,10 @@ class BlockTerms:
 
     prefill, decode: for one decoder layer, and when decoding for one token, by resource (the
     paper's ctog, gtoc, dtoc and ctod under the names of `TRANSFERS`, and comp). T_pre and T_gen are
-    at least as long as each of them. passes: steps after the prompt, as many as tokens unless some
-    are guessed; ends: seconds of embedding and head, for all tokens, and of guessing.
-    sequences: number of sequences in the block; written: bytes that a block writes to the disk,
-    where the block of generated tokens that is open in the end is not.
+    at least the time of each resource. passes: steps after the prompt, equal to tokens without
+    drafts; ends: seconds of embedding and head, for all tokens, and of guessing. sequences: number
+    of sequences in the block; written: bytes that a block writes to the disk, where the block of
+    generated tokens that is open in the end is not.
     """
 
     prefill: dict[str, LinearTerm]
@@ -133,7 +133,7 @@ def _weights(costs: Costs, reads_ends: bool) -> tuple[LinearTerm, LinearTerm]:
 
 
 class Work(NamedTuple):
-    """What one layer needs for all batches of a block.
+    """One layer's resources for all batches of a group.
 
     moved: bytes by transfer, without reads of the KV cache; device, host: seconds of computing
     there; cached: seconds of reading the KV cache.
@@ -249,9 +249,9 @@ def _decode(costs: Costs, workload: Workload) -> Work:
 def _combine(costs: Costs, work: Work, is_prefill: bool) -> dict[str, LinearTerm]:
     """Returns the seconds of each resource; the longest of them decides.
 
-    Within a layer, the device's products run beside the CPU's attention, for all batches but one.
-    Nothing runs beside it on a unified machine, where both need the cores, in a row schedule, which
-    has no other batch, or without overlap, where everything waits for what comes before.
+    Within a layer, device matmuls overlap with CPU attention, for all batches but one. There is no
+    overlap on a unified machine, where both need the cores, in a row schedule, which has no other
+    batch, or with overlap turned off.
     """
     hw, policy, unified = costs.hw, costs.policy, costs.setting.unified
     seconds: dict[str, LinearTerm] = {}

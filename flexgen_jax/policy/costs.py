@@ -18,15 +18,15 @@ from flexgen_jax.policy.policy import Policy, prompt_chunks
 from flexgen_jax.policy.shapes import BlockShape, Setting
 
 READ_HEADS = 16
-"""Query heads that share keys and values, up to which attention takes as long as reading these."""
+"""Maximum query heads per KV head for which attention takes the time of reading keys and values."""
 
 UNPACK_ROWS = 16
 """Rows of the products whose times, with packed and with plain weights, tell that of unpacking."""
 
 
 class ModelBytes:
-    """Bytes and elements of a model's parts; those of a layer take a decoder layer, and `mean`
-    averages over all of them."""
+    """Bytes and elements of a model's parts; methods of a layer take a decoder layer; `mean`
+    averages over all layers."""
 
     def __init__(self, setting: Setting, policy: Policy) -> None:
         self.setting, self.policy = setting, policy
@@ -47,7 +47,7 @@ class ModelBytes:
         return total / len(self.spec.decoders)
 
     def chunks(self, prompt_len: int, scores_prompts: bool) -> tuple[int, ...]:
-        """Returns the token counts of the chunks in which a prompt is prefilled."""
+        """Returns the token counts of a prompt's prefill chunks."""
         chunk = prompt_len if scores_prompts else self.policy.prefill_chunk
         return prompt_chunks(prompt_len, chunk)
 
@@ -57,24 +57,24 @@ class ModelBytes:
 
     def attended_elements(self, layer: LayerSpec, rows: int, tokens: float) -> float:
         """Elements that reading takes as long as a token's attention to some tokens does: more than
-        are kept where so many heads share them that computing binds."""
+        cached if so many query heads share them that compute binds."""
         heads = layer.attention.group * self.policy.pass_tokens if layer.attends else 1
         return self.kv_elements(layer, rows, tokens) * max(1.0, heads / READ_HEADS)
 
     def kv_bytes(self, layer: LayerSpec, rows: int, tokens: int) -> int:
-        """Bytes of what a layer keeps of some tokens, in sealed blocks: keys and values."""
+        """Bytes of a layer's cached arrays of tokens, in sealed blocks: keys and values."""
         return sum(self.formats.sealed(leaf, rows, tokens).nbytes for leaf in layer.growing)
 
     def open_kv_bytes(self, layer: LayerSpec, rows: int, tokens: int) -> int:
-        """Bytes of what a layer keeps of some tokens in full precision."""
+        """Bytes of a layer's cached arrays of tokens in full precision."""
         return rows * tokens * layer.row_size * self._item
 
     def state_bytes(self, layer: LayerSpec, rows: int) -> int:
-        """Bytes of what a layer replaces with every token."""
+        """Bytes of a layer's recurrent state."""
         return rows * layer.state_bytes(self.formats.dtype)
 
     def moved_share(self, layer: LayerSpec) -> float:
-        """Share of what a layer keeps outside of the device that moves there for every token."""
+        """Share of a layer's off-device cache that moves to the device for every token."""
         return self.policy.moved_share if layer.attends else 1.0
 
     def query_bytes(self, layer: LayerSpec, rows: int) -> int:
@@ -88,8 +88,8 @@ class ModelBytes:
         return self.spec.hidden_bytes(rows, tokens, self.formats.dtype)
 
     def keeps_states(self, rows: int) -> bool:
-        """Returns whether a batch's hidden states of a step after the prompt stay on the device,
-        whatever the policy says."""
+        """Returns whether a batch's hidden states after the prompt stay on the device regardless of
+        the policy."""
         return stays_on_device(self.hidden_bytes(rows, self.policy.pass_tokens))
 
     def layer_bytes(self, layer: LayerSpec) -> int:
@@ -124,7 +124,7 @@ class ModelBytes:
 class Costs(ModelBytes):
     """Seconds and bytes of single operations of one model on one machine.
 
-    Costs that differ from layer to layer take a decoder layer; `mean` averages over all of them.
+    Costs that differ from layer to layer take a decoder layer; `mean` averages over all layers.
     """
 
     def __init__(self, setting: Setting, policy: Policy, hw: HardwareProfile) -> None:
@@ -191,12 +191,12 @@ class Costs(ModelBytes):
     def prefill_s(
         self, layer: LayerSpec, rows: int, tokens: int, only_last: bool = False, before: int = 0
     ) -> float:
-        """Seconds of a layer's prefill (comp^p): products, quantization, and attention with
-        4 s^2 h1 FLOPs per sequence.
+        """Seconds of a layer's prefill (comp^p): products, quantization, and attention with 4 s^2
+        h1 FLOPs per sequence.
 
         only_last: for the last layer, which computes keys and values of all tokens, and everything
-        else of one token per sequence. before: number of earlier tokens to which a chunk of a
-        prompt attends.
+        else of one token per sequence. before: number of earlier tokens that a prompt's chunk
+        attends to.
         """
         if only_last and layer.attends:
             group = self.setting.sizes.prefill_sequences(rows, tokens, self.policy.weight_bits)
@@ -228,8 +228,8 @@ class Costs(ModelBytes):
         return seconds
 
     def prefix_s(self, layer: LayerSpec, tokens: int, prefix: int) -> float:
-        """Seconds of a layer's attention from so many tokens, of several rows, to the prefix that
-        they share."""
+        """Seconds of a layer's attention from `tokens` tokens of several rows to their shared
+        prefix."""
         if not layer.attends:
             return 0.0
         scores = layer.attention.prefill_flops(1, tokens, prefix)
@@ -241,8 +241,8 @@ class Costs(ModelBytes):
         return self.hw.quantize.seconds(elements)
 
     def device_attention_s(self, layer: LayerSpec, rows: int, tokens: float) -> float:
-        """Seconds of a layer's decode attention on the device (att^g on bmm_flops), or of what it
-        does instead: it goes over what it keeps, and reads and writes what it replaces."""
+        """Seconds of a layer's decode attention on the device (att^g on bmm_flops), or of its other
+        mixer: it reads its cache, and reads and writes its recurrent state."""
         elements = self.attended_elements(layer, rows, tokens)
         elements += 2 * self.state_bytes(layer, rows) / self._item
         seconds = self._device.seconds(elements)
@@ -268,7 +268,7 @@ class Costs(ModelBytes):
         """Seconds of a layer's decode attention on the device and on the CPU.
 
         here: number of tokens on the device; there: number of tokens whose values stay on the host.
-        With sparse attention on the device, the keys of the latter are moved to it.
+        With sparse attention on the device, the host blocks' keys are moved to it.
         """
         device = self.device_attention_s(layer, rows, here) if here else 0.0
         if self.policy.attends_on_host:

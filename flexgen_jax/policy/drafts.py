@@ -1,4 +1,4 @@
-"""What guessed tokens are expected to bring; see `Policy.draft_tokens`."""
+"""The expected gain of draft tokens; see `Policy.draft_tokens`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from functools import lru_cache
 class DraftRates:
     """How good and how fast guesses are.
 
-    name: of what guesses, as it is asked for; accepted: the probability that a guess is right if
-    those before it are; token_s: seconds of guessing a token of a sequence, while which nothing
-    else is computed; device_bytes, token_bytes: what makes the guesses takes of the device's
-    memory, and for each token of a sequence.
+    name: of the drafter, as requested; accepted: the probability that a guess is right if those
+    before it are; token_s: seconds of guessing a token of a sequence, while which nothing else is
+    computed; device_bytes, token_bytes: the drafter's device memory, in total and per token of a
+    sequence.
     """
 
     name: str = ""
@@ -24,7 +24,7 @@ class DraftRates:
     token_bytes: int = 0
 
     def tokens_a_pass(self, guesses: int, rows: int = 1) -> float:
-        """Returns the expected number of tokens of a text that a pass with so many guesses finds:
+        """Returns the expected number of tokens per sequence and pass with `guesses` drafts:
         one, and the guesses until the first wrong one (Leviathan et al. 2023, equation 1); rows:
         of the batch, which go on together."""
         alone = sum(self.accepted**count for count in range(guesses + 1))
@@ -36,13 +36,14 @@ class DraftRates:
 
 
 PASSES = 400
-"""Passes by which the progress of several rows is estimated."""
+"""Number of passes for estimating the progress of several rows."""
 
 
 @lru_cache(maxsize=512)
 def _together(accepted: float, guesses: int, rows: int) -> float:
     """Returns how many tokens a pass finds where the rows of a batch go on together: each row has
-    at most 2 `guesses` + 1 tokens in a pass, and all are cached as far as the last one knows."""
+    at most 2 `guesses` + 1 tokens in a pass, and all rows are cached up to the slowest row's known
+    tokens."""
     draw, most = random.Random(0), 2 * guesses + 1  # noqa: S311
     known, total = [1] * rows, 0
     for _ in range(PASSES):

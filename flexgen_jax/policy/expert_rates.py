@@ -53,6 +53,6 @@ class ExpertRates:
         return experts.count * (1 - missed)
 
     def few_are_chosen(self, layer: LayerSpec, rows: float) -> bool:
-        """Returns whether few of a layer's experts are expected to be chosen by so many tokens."""
+        """Returns whether `tokens` tokens are expected to choose few of a layer's experts."""
         experts = layer.experts
         return experts is not None and self.chosen(layer, rows) <= FEW_CHOSEN * experts.count

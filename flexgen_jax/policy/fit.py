@@ -84,7 +84,7 @@ class Fitter:
         return not self.budgets.shortfalls(self.needed(policy))
 
     def fill_fastest(self, policy: Policy) -> Policy | None:
-        """Returns the policy with as much as possible in the fastest tiers, or None if none fits.
+        """Returns the policy with maximal use of the fastest tiers, or None if none fits.
 
         Activations are placed first, then the cache, then the weights; all else is kept.
         """

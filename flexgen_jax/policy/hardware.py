@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from flexgen_jax.errors import UserError
 
 PROFILE_VERSION = 7
-"""Version of a profile's JSON; a cached profile of another version is measured anew."""
+"""Version of a profile's JSON; a cached profile of another version is measured again."""
 
 LATEST = 4
 """Number of the latest runs whose disk rates correct a profile."""
@@ -76,8 +76,8 @@ class Rate:
 
 
 class DiskReads(NamedTuple):
-    """Direct reads of a run: bytes, bytes of one operation, and whether prompts were computed
-    beside them."""
+    """Direct reads of a run: bytes, bytes per operation, and whether prompts were computed at the
+    same time."""
 
     nbytes: float
     size: float
@@ -89,8 +89,8 @@ class KernelSizes:
     """Amounts of work that a device's kernels take at once, which decide the size of temporaries.
     The defaults suit the caches of a CPU; `of_gpu` has those of a GPU.
 
-    prefill_rows, packed_prefill_rows: tokens that go through a layer together in prefill, with
-        weights in the dtype and with weights in fewer bits, which every group unpacks anew.
+    prefill_rows, packed_prefill_rows: tokens computed together in prefill, with weights in the
+        dtype and with packed weights, which every group unpacks again.
     scored_rows: positions whose logits are computed together when texts are scored.
     score_bytes: bytes of fp32 attention scores that prefill has in memory at once.
     part_bytes: bytes of a kernel that are unpacked and multiplied together.
@@ -99,8 +99,7 @@ class KernelSizes:
     worth_compiling: multiplications with padding that take longer than it takes to compile the
         program without them.
     expert_rows: the fewest tokens that an expert computes at once.
-    joined_layers: the most decoder layers that one program decodes a token in, where all that they
-        need is on the device.
+    joined_layers: maximum decoder layers in one decode program, if their data is on the device.
     """
 
     prefill_rows: int = 1024
@@ -165,7 +164,7 @@ class HardwareProfile:
     disk_range: the slowest and the fastest rates of direct reads that were seen, relative to
         `disk_read`.
     drag: by transfer, the seconds of computing that are lost for one second of the transfer.
-    slowed: by transfer, the factor by which it takes longer beside computing than alone.
+    slowed: by transfer, its slowdown during compute.
     prefill_drag, prefill_slowed: the same for prefill, where it differs from decoding.
     sizes: amounts of work that the device's kernels take at once.
     about: where the figures come from.
@@ -219,7 +218,7 @@ class HardwareProfile:
         return replace(self, disk_read=scaled, disk_range=(low / factor, high / factor))
 
     def corrected(self, disk: Sequence[float], products: Sequence[float] = ()) -> HardwareProfile:
-        """Returns the profile with what runs have seen.
+        """Returns the profile, updated by measurements of runs.
 
         disk: rates of direct reads in runs, relative to `disk_read`, the latest last; products: the
         same of runs that were bound by computing, relative to `linear`.
@@ -235,7 +234,7 @@ class HardwareProfile:
     def disk_rate_seen(self, reads: Sequence[DiskReads], busy_s: float) -> float:
         """Returns how fast a run's direct reads were, relative to `disk_read`.
 
-        busy_s: seconds during which at least one of them was under way.
+        busy_s: seconds with at least one active operation.
         """
         expected = 0.0
         for nbytes, size, is_prefill in reads:
@@ -249,7 +248,7 @@ class HardwareProfile:
 
     @property
     def in_words(self) -> str:
-        """What the profile is made of, in a line."""
+        """The profile's origin, in one line."""
         if self.about.get("source") == MEASURED:
             return f"{self.name}, measured at {self.about.get('measured_at')}"
         if not self.is_assumed:

@@ -1,4 +1,4 @@
-"""The decoder layers in which one program decodes a token, where nothing is loaded between them."""
+"""Groups of decoder layers that one program decodes, if nothing is loaded between them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from flexgen_jax.policy.plan import BlockPlan
 
 
 def joined_layers(plan: BlockPlan) -> dict[int, range]:
-    """Returns the decoder layers in which one program decodes a token, by the first of them.
+    """Returns the groups of decoder layers that one program decodes, by their first layer.
 
     That is so where all they need is on the device, and no tokens are guessed. Layers with experts,
-    and those that do not attend, have programs of their own. Example: of 12 layers, at most 8 of
-    which are joined, {1: range(1, 9), 9: range(9, 13)}.
+    and those that do not attend, have programs of their own. Example: with 12 layers and groups of
+    at most 8, {1: range(1, 9), 9: range(9, 13)}.
     """
     policy = plan.policy
     if plan.unified or not plan.is_resident or plan.unpacks:

@@ -10,7 +10,7 @@ from flexgen_jax.policy.policy import TIERS, Tier
 
 
 class BudgetError(UserError, MemoryError):
-    """A plan or run needs more bytes in a tier than its budget; the message says what to do."""
+    """A plan or run needs more bytes in a tier than its budget; the message states the way out."""
 
 
 class Ledger:
@@ -33,7 +33,7 @@ class Ledger:
             del self._relief[tier]
 
     def room(self, tier: Tier) -> int | None:
-        """Returns the bytes that can be reserved before relief is asked for; None if it never
+        """Returns the bytes that can be reserved without relief; None if it never
         is."""
         return self._relief[tier][0] - self._used[tier] if tier in self._relief else None
 

@@ -1,4 +1,4 @@
-"""Loads under way: what is on its way to where it will be computed with."""
+"""Loads under way: data in flight to its place of use."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ class Loader:
         self._kept: dict[Part, PartLoad] = {}
 
     def start(self, part: Part) -> PartLoad:
-        """Starts a load; what is on disk is read into buffers."""
+        """Starts a load; arrays on disk are read into buffers."""
         buffers = self._ring.acquire(part.layouts) if part.layouts else []
         handle = self._backend.fetch(part, [buffer.handle for buffer in buffers])
         return PartLoad(part, handle, buffers)
 
     def start_kept(self, part: Part) -> PartLoad:
-        """Starts a load of a part whose buffers are kept: only the first one reads the disk."""
+        """Starts a load of a part whose buffers are kept: only the first load reads the disk."""
         if part not in self._kept:
             self._kept[part] = self.start(part)
         return PartLoad(part, self._backend.fetch(part, (), self._kept[part].handle), [])
 
     def copy_if_read(self, load: PartLoad) -> bool:
-        """Starts a load's copy to the device, which has not begun, if its reads are done; returns
+        """Starts a load's copy to the device after its reads; returns
         whether it began."""
         if self._backend.is_done(load.handle):
             self.copy(load)
@@ -76,7 +76,7 @@ class Loader:
 
 
 class Stream(Generic[K]):
-    """The loads of one kind that are under way, by what they are for."""
+    """Loads of one kind in flight, by purpose."""
 
     def __init__(self, loader: Loader, start: Callable[[K], PartLoad]) -> None:
         self._loader, self._start = loader, start
@@ -91,7 +91,7 @@ class Stream(Generic[K]):
             self._loads[key] = self._start(key)
 
     def copy_if_read(self, key: K) -> bool:
-        """Starts the copy of a load whose reads are done; returns whether it has begun."""
+        """Starts the copy of a load after its reads; returns whether it has begun."""
         load = self._loads.get(key)
         return load is not None and (load.is_copied or self._loader.copy_if_read(load))
 
@@ -119,7 +119,7 @@ class Stream(Generic[K]):
                 self._loads[renamed(key)] = self._loads.pop(key)
 
     def keep_only(self, is_wanted: Callable[[K], bool], after: int) -> None:
-        """Ends the other loads, which no step after number `after` uses."""
+        """Drops all other loads; no step after number `after` uses them."""
         for key in [key for key in self._loads if not is_wanted(key)]:
             self._loader.end(self._loads.pop(key), after, is_used=False)
 

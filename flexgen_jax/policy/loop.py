@@ -1,10 +1,9 @@
 """The loop over the steps of batches that enter and leave.
 
-What is prefetched when, in which order results are stored, and when memory is reserved and
-released is decided here and in the files that it uses (`visits.py`, `prefetch.py`,
-`cache_blocks.py`, `replaced.py`), once. A backend carries it out: the runtime with arrays
-(`offload/executor.py`), the simulator with a clock (`simulate.py`), a dry run with nothing but the
-ledger (`memory.py`).
+Prefetches, the order of stores, and reservations of memory are decided only here and in its parts
+(`visits.py`, `prefetch.py`, `cache_blocks.py`, `replaced.py`). A backend carries it out: the
+runtime with arrays (`offload/executor.py`), the simulator with a clock (`simulate.py`), a dry run
+with nothing but the ledger (`memory.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Dispatched(NamedTuple):
 
 
 def restore(prefix: Running, cache: CacheBlocks, replaced: ReplacedArrays) -> None:
-    """Has a backend bring back what a stored prefix keeps, one layer after the other."""
+    """Loads a stored prefix's state through the backend, layer by layer."""
     for state in prefix.layers:
         for token in prefix.tokens if state.homes else ():
             cache.put_prompt(token, state, None)
@@ -57,17 +56,17 @@ def unused(going: Sequence[Running]) -> Running | None:
 
 
 class BlockLoop:
-    """Walks a schedule's steps over the batches that arrive, until every batch is done.
+    """Walks a schedule's steps over arriving batches, until all are finished.
 
     Everything that is prefetched is derived from the steps to come. Without overlap, the
     look-ahead is zero and the loop waits after every step; nothing else differs.
 
-    arrivals: the batches to come, by default those of the plan. tokens: the tokens to visit, in
-    their order, 0 being the prompt, and how many tokens each of them stands for; by default all,
-    and each for itself. across_skipped: see `Prefetch`. peaks: the bytes by tier that were planned;
-    free buffers are given up, and batches do not shrink, where more would be in use. None if
-    nothing was planned. steps: those to compute, by default in the order of the policy's schedule.
-    keeps_last: whether what layers keep of the last tokens is stored, too, for a KV store.
+    arrivals: the batches to come, by default those of the plan. tokens: the tokens to visit in
+    order (0 is the prompt), and the number of tokens that each represents; by default all, one by
+    one. across_skipped: see `Prefetch`. peaks: the bytes by tier that were planned; free buffers
+    are given up, and batches do not shrink, where more would be in use. None if nothing was
+    planned. steps: those to compute, by default in the order of the policy's schedule. keeps_last:
+    whether the last tokens' states are also stored, for a KV store.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class BlockLoop:
         return {"right": self._visits.guessed_right, "wrong": self._visits.guessed_wrong}
 
     def run(self) -> int:
-        """Computes the steps of all batches, until every one is done; returns the most bytes of
+        """Computes the steps of all batches until all are finished; returns the most bytes of
         host buffers that there were."""
         for _ in self.steps():
             pass
@@ -150,15 +149,15 @@ class BlockLoop:
             else:
                 if prefix := unused(self._going):
                     self._leave(prefix, self._begun)
-                yield  # requests that came and ended without a step are told of before waiting
+                yield  # report requests that ended without a step before waiting
                 if not self._arrivals.wait():
                     return
             yield
 
     def _take(self) -> Step | None:
-        """Takes the next step. If it is the first one of a batch, the results before it are stored
-        while it is still to come: where they are the last of another batch, whose memory is needed
-        now, what is on its way for this step is kept."""
+        """Takes the next step. For a batch's first step, earlier results are stored before it is
+        dispatched: if they are another batch's last results, whose memory is needed now, this
+        step's loads are kept."""
         following = self._ahead.following()
         if following is None:
             return None
@@ -167,11 +166,11 @@ class BlockLoop:
         return self._ahead.take()
 
     def _do(self, step: Step) -> None:
-        """Dispatches a step, stores the results of the one before, and reads ahead."""
+        """Dispatches a step, stores the previous step's results, and reads ahead."""
         self._begun = step
         begins_pass = self._begins_pass(step)
         if begins_pass:
-            self._retire_latest(step)  # what the last pass accepted is computed by this one
+            self._retire_latest(step)  # this pass computes the tokens that the last one accepted
             if not step.batch.is_going:
                 return
         if step.batch.shrinks_at(step.token):
@@ -195,7 +194,7 @@ class BlockLoop:
             self._visits.release(step, self._dispatched)
         self._retire_latest(step)
         self._latest = dispatched
-        # A step whose batch has left, the last one, keeps buffers that the next batch needs.
+        # The last step of a finished batch holds buffers that the next batch needs.
         if not self._plan.policy.overlap or not self._going:
             self._retire_latest(step)
         if moves:
@@ -203,7 +202,7 @@ class BlockLoop:
             self._prefetch.read_ahead()
 
     def _begins_pass(self, step: Step) -> bool:
-        """Returns whether a batch's next pass begins, of which some tokens are guessed."""
+        """Returns whether a batch's next pass, with draft tokens, begins."""
         is_pass = self._plan.policy.draft_tokens and step.token > 0
         return bool(is_pass) and self._kinds[step.layer] == "embedding"
 
@@ -213,7 +212,7 @@ class BlockLoop:
         return is_next and not self._plan.policy.copies_ahead
 
     def _enter(self, step: Step) -> None:
-        """Takes in the batch of a step, its first one."""
+        """Admits the batch of its first step."""
         if not self._dispatched and not self._plan.is_resident:
             self._visits.read_ahead(-1)
         stored = [other for other in step.batch.prefixes if other.is_stored and not other.is_going]
@@ -229,7 +228,7 @@ class BlockLoop:
     # Steps
 
     def _inputs(self, step: Step) -> Inputs:
-        """Returns what a step computes with, on its way to the device."""
+        """Returns a step's inputs, in flight to the device."""
         weights = self._visits.take(step)
         if self._kinds[step.layer] == "embedding":
             if step.token - self._prefetch.token_before(step.token) > 1:
@@ -252,7 +251,7 @@ class BlockLoop:
         )
 
     def _compute(self, step: Step, inputs: Inputs) -> Handle:
-        """Dispatches one layer for one batch, and hands on the results that need no waiting."""
+        """Dispatches one layer for one batch, and passes on results that are available."""
         computed = self._backend.compute(step, inputs)
         self._dispatched += 1
         if step.token > 0:
@@ -281,7 +280,7 @@ class BlockLoop:
 
     def _retire_latest(self, following: Step) -> None:
         """Stores the results of the second-to-last dispatched step, so that the device stays busy
-        while the loop waits for it. following: the last one, or the one to come."""
+        while the loop waits for it. following: the previous or the next batch."""
         if self._latest is None:
             return
         (step, number, computed), self._latest = self._latest, None
@@ -302,13 +301,12 @@ class BlockLoop:
             self._store_state(step, computed)
 
     def _is_kept(self, step: Step) -> bool:
-        """Returns whether what a layer keeps of a step is stored, to which another one will come
-        back, or a KV store."""
+        """Returns whether a step's state is stored, for a later step or for a KV store."""
         is_last = step.token == self._last_token(step.batch)
         return not is_last or (self._keeps_last and step.token > 0)
 
     def _store_state(self, step: Step, computed: Handle) -> None:
-        """Stores what a layer keeps of a step."""
+        """Stores a layer's state after a step."""
         state = state_of(step)
         if self._prefetch.replaces[step.layer]:
             self._replaced.settle(state.slot, step.token, step.layer)
@@ -335,7 +333,7 @@ class BlockLoop:
             self._visits.count_rows()
 
     def _leave(self, running: Running, following: Step | None) -> None:
-        """Drops a batch's other steps and their loads, and frees what it has; then the prefixes
+        """Drops a batch's remaining steps and loads, and frees its memory; then the prefixes
         that nobody uses any more."""
         self._going.remove(running)
         self._visits.count_rows()
@@ -351,7 +349,7 @@ class BlockLoop:
             self._leave(prefix, self._begun)
 
     def _close(self) -> None:
-        """Releases everything, also after an error or Ctrl-C, and even if one part of it fails."""
+        """Releases everything, also after an error or Ctrl-C, and even if a release fails."""
         with ExitStack() as parts:
             parts.callback(self._ring.close)
             for running in self._going:

@@ -1,8 +1,8 @@
 """Profiles of known machines, to plan without having them, and one for runs too short to measure.
 
-`t4-16gb` has the constants that the paper's authors published for their machine and runtime. The
-others are figures of data sheets, times the shares that large products and copies reach. None of
-them was measured here.
+`t4-16gb` has the constants that the paper's authors published for their machine and runtime. Other
+machines are data sheet figures, times the shares that large matmuls and copies reach. None was
+measured here.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 def _t4() -> HardwareProfile:
     """Returns the profile of the FlexGen paper's machine.
 
-    Memory and disk are those of section 6 and table 24, bandwidths and FLOP/s those of appendix
-    A.3 as published with the paper's code. The authors' model adds the copying to the GPU to the
-    time of computing, hence the drag. The paper has no figure for reading weights in products of
-    few rows, taken to be 260 GB/s, nor for the rates of 4 bits, which are fitted to its results
-    with compression (docs/policy.md).
+    Memory and disk are those of section 6 and table 24, bandwidths and FLOP/s those of appendix A.3
+    as published with the paper's code. The authors' model adds copies to the GPU to compute time,
+    hence the drag. The paper has no figure for reading weights in products of few rows, taken to be
+    260 GB/s, nor for the rates of 4 bits, which are fitted to its results with compression
+    (docs/policy.md).
     """
     bmm, cpu = 0.079e12 / 2, 0.0123e12 / 2  # two operations for each element of keys and values
     full = Rate(((1, 0.26e12), (2, 0.52e12), (16, 3.6e12), (48, 4.3e12), (1024, 21.24e12)))
@@ -74,8 +74,7 @@ def _unpacked(full: Rate, unpack: float) -> Rate:
 
 
 FEW_ROWS, PACKED_ROWS = 2, 64
-"""Rows up to which the GPU's kernels multiply by packed weights row by row, and up to which they do
-so by the matrix units."""
+"""Maximum rows for which GPU kernels multiply packed weights row by row, and by tensor cores."""
 
 GROUP_BITS = 0.5
 """Bits of the scales of a group, for each of its numbers."""
@@ -98,8 +97,8 @@ registers and rows from shared memory."""
 
 
 def _packed(others: Rate, bits: int, read: float, issued: float, cost: Instructions) -> Rate:
-    """Returns the FLOP/s of products with packed kernels, as they are up to `PACKED_ROWS` rows, by
-    `others` for more.
+    """Returns the FLOP/s of matmuls with packed weights: packed up to `PACKED_ROWS` rows, as
+    `others` beyond.
 
     read: byte/s; issued: instructions of a second. Reading or computing counts, whichever takes
     longer.
@@ -137,9 +136,8 @@ def _gpu(
 
     device_memory, host_memory, disk_space: GB; link, bandwidth, host_bandwidth: byte/s; flops:
     dense 16-bit FLOP/s; issued: instructions of threads that begin in a second, 128 for each clock
-    of a multiprocessor; disk: GB/s of reading and writing; cost: of the kernels. Products reach
-    0.6 of the FLOP/s, reading memory and copying 0.8 of the bandwidth, the CPU's attention half of
-    it.
+    of a multiprocessor; disk: GB/s of reading and writing; cost: of the kernels. Matmuls reach 0.6
+    of the FLOP/s, memory reads and copies 0.8 of the bandwidth, CPU attention half of it.
     """
     read = 0.8 * bandwidth
     full = Rate(tuple((float(rows), min(rows * read, 0.6 * flops)) for rows in ROWS))
@@ -177,8 +175,8 @@ def _gpu(
 
 
 def _generic_cpu() -> HardwareProfile:
-    """Returns an assumed profile without a GPU: memory of 10 GB/s, products of 500 GFLOP/s, and the
-    other rates in the same relation to them as on a Xeon of two cores that was measured."""
+    """Returns an assumed profile without a GPU: memory at 10 GB/s, matmul at 500 GFLOP/s, and
+    further rates in the proportions of a measured Xeon with two cores."""
     full = Rate(((1, 10e9), (16, 150e9), (64, 300e9), (512, 500e9)))
     packed = Rate(((1, 7e9), (16, 60e9), (64, 200e9), (512, 500e9)))
     return HardwareProfile(
@@ -269,8 +267,7 @@ def known_machine(name: str) -> HardwareProfile:
 
 
 def read_profile(name: str | Path) -> HardwareProfile:
-    """Returns the profile of a named machine, or the one in a file that `flexgen-jax profile`
-    wrote."""
+    """Returns the profile of a named machine, or a profile from a file of `flexgen-jax profile`."""
     if str(name) in MACHINES:
         return known_machine(str(name))
     path = Path(name).expanduser()

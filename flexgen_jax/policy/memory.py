@@ -1,5 +1,4 @@
-"""Peak bytes of every tier, from a dry run before anything is allocated, and the memory that a
-computation needs for itself."""
+"""Peak bytes of every tier from a dry run before allocation, and the workspace of computations."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ SMALL_KERNELS = 16 << 20
 class Idle:
     """A backend that moves and computes nothing, for the peaks of a run.
 
-    Copies begin as early as they may, and writes wait for the disk as long as they may: what
-    depends on time takes the most memory that it can.
+    Copies begin as early as they may, and writes wait for the disk as long as they may: anything
+    that depends on timing uses its maximum memory.
     """
 
     def __init__(self, pass_tokens: int = 1) -> None:
@@ -100,9 +99,9 @@ def peak_bytes(
     """Returns the most bytes that a plan needs in each tier, from a dry run of the tokens at which
     they can occur.
 
-    They are exact but for two things, of which a run needs no more than this: what waits to be
-    written to disk, which depends on time, and the order in which blocks go to one tier or another
-    while one token seals them all, see `_telling_tokens`.
+    They are exact except for two upper bounds: data waiting for disk writes, which depends on
+    timing, and the order of blocks going to tiers while one token seals them all, see
+    `_telling_tokens`.
 
     is_too_much: whether peaks that the plan has at least make an exact answer needless; they are
     returned then.
@@ -125,11 +124,11 @@ def peak_bytes(
 
 
 def _orders_of_arrival(plan: BlockPlan, tokens: Sequence[int]) -> Iterator[Planned]:
-    """Yields the ways in which batches may enter that take the most memory."""
+    """Yields the admissions of batches that need the most memory."""
     yield Planned(plan, tokens)
     if plan.policy.order.waits:
         return
-    # Its last chunk comes with the others' last token but one, when they hold most.
+    # Its last chunk coincides with the others' second to last token, when they hold most.
     late = max(0, len(tokens) - 2)
     for rows in _late_rows(plan):
         yield LastOneLate(replace(plan, shape=plan.shape.with_last(rows)), tokens, late)
@@ -146,9 +145,9 @@ def _late_rows(plan: BlockPlan) -> set[int]:
     """Returns numbers of rows that take more memory than whole batches do if they enter late, where
     rows of other batches have left.
 
-    What rows take is in line with their number, so that the most and the fewest tell. The most are
-    of one batch, which the plan itself has where it has several. The fewest take more only where
-    prompts load all experts and the other rows, which hold most, few of them.
+    Memory is linear in the number of rows, so checking maximum and minimum is enough. The most are
+    of one batch, which the plan itself has where it has several. The minimum needs more only if
+    prompts load all experts while the other rows, which hold most, load few.
     """
     sizes, policy = plan.shape.batch_sizes, plan.policy
     rows, found = sum(sizes), set[int]()
@@ -163,8 +162,8 @@ def _late_rows(plan: BlockPlan) -> set[int]:
 
 def _rounding_of(plan: BlockPlan, prefixes: Sequence[Running]) -> dict[Tier, int]:
     """Returns bytes to allow for prefixes, which enter apart: one of its blocks or states each,
-    where a tier has a part of the cache. One that goes on from another also has what that keeps
-    copied to the device, of this layer and the next."""
+    where a tier has a part of the cache. A prefix that extends another also copies the other's
+    state of this and the next layer to the device."""
     kept = [_largest_kept(running) for running in prefixes]
     parts = [tier for tier in TIERS if 0 < plan.policy.cache.fraction(tier) < 1]
     allowed = dict.fromkeys(parts, sum(kept))
@@ -172,7 +171,7 @@ def _rounding_of(plan: BlockPlan, prefixes: Sequence[Running]) -> dict[Tier, int
         states = prefixes[0].layers
         copied = max(sum(sizes.sealed for sizes in state.sizes) for state in states)
         allowed["device"] = allowed.get("device", 0) + 2 * copied
-    if prefixes and not plan.policy.order.waits:  # its hidden states, beside full batches
+    if prefixes and not plan.policy.order.waits:  # its hidden states, in addition to full batches
         hidden = plan.spec.hidden_bytes(1, max(prefixes[0].chunks), plan.dtype)
         for tier in TIERS:
             is_used = tier == "device" or plan.policy.activations.fraction(tier) > 0
@@ -190,10 +189,9 @@ def _largest_kept(running: Running) -> int:
 def _rounding(plan: BlockPlan, first: Running) -> dict[Tier, int]:
     """Returns bytes to allow for batches that enter apart, each with rounding errors of its own.
 
-    Where a tier has a part of the cache, those are two of the largest blocks or states: what all
-    batches so far have there is exact to one of them, and what they had when the oldest that is
-    left entered.
-    Where it has a part of the hidden states, those of one more batch may be there.
+    Where a tier has a part of the cache, those are two of the largest blocks or states: the
+    batches' bytes there are exact up to one batch, and their bytes when the oldest remaining batch
+    entered. Where it has a part of the hidden states, those of one more batch may be there.
     """
     cache, activations = plan.policy.cache, plan.policy.activations
     largest = max(map(_first_open, first.layers)) if first.blocks.generated else 0
@@ -216,15 +214,15 @@ def _telling_tokens(
     that are left out.
 
     These are the prompt, the last token, and, where sealing blocks can free memory, the last token
-    that does it. While a token seals one block after the other, what is held goes from one sum to
-    the next, apart from a block that is sealed, one that is opened and one that was open: every
-    placement is exact to one of them. Other tokens that seal when nearly as much is held, and what
-    the token before each of these holds otherwise, are visited, too; only where blocks go to disk,
-    and all such tokens are alike, bytes are allowed for them instead.
+    that does it. While a token seals blocks one by one, memory moves from one sum to the next,
+    apart from the block being sealed, the new open block and the old open block: every placement is
+    exact up to one block. Other sealing tokens with nearly the same memory, and the token before
+    each, are also visited; only if blocks go to disk, where all such tokens are equivalent, an
+    allowance is added instead.
 
-    For 100 tokens in blocks of 32 on the device, which are packed when they are full, the tokens 0,
-    31, 32, 63, 64, 95, 96, 98 and 99 are visited: 32, 64 and 96 seal a block, and before each of
-    them an open block is at its largest.
+    For 100 tokens in blocks of 32 on the device, packed when full, tokens 0, 31, 32, 63, 64, 95,
+    96, 98 and 99 are visited: 32, 64 and 96 seal a block, and one token earlier an open block is
+    largest.
     """
     last, size = plan.shape.gen_len - 1, plan.policy.kv_block_tokens
     seals = list(range(size, last, size)) if last > 1 else []
@@ -289,7 +287,7 @@ def dry_run(
 
 
 def planned_ledger(plan: BlockPlan) -> Ledger:
-    """Returns a ledger without budgets that has what is reserved before a block begins."""
+    """Returns a ledger without budgets, with the reservations before a batch group begins."""
     ledger = Ledger({})
     for tier, nbytes in plan.weights_held.items():
         ledger.reserve(tier, nbytes)
@@ -298,8 +296,8 @@ def planned_ledger(plan: BlockPlan) -> Ledger:
 
 
 def run_workspace(plan: BlockPlan) -> int:
-    """Returns what a run takes of the device beside weights and batches: temporaries, and what
-    makes guesses where tokens are guessed."""
+    """Returns a run's device memory besides weights and batches: temporaries, and the drafter, if
+    any."""
     nbytes = _temporaries(plan)
     if plan.policy.draft_tokens:
         shape = plan.shape
@@ -393,8 +391,7 @@ def _expert_bytes(
     layer: LayerSpec, formats: Formats, sizes: KernelSizes, rows: int, tokens: int
 ) -> int:
     """Returns the bytes that experts take besides those of the layer's attention: hidden states
-    before and after, their input, routing and result for all tokens, and what an expert computes at
-    once."""
+    before and after, input, routing and result for all tokens, and one expert's working set."""
     experts, item = layer.experts, DTYPES[formats.dtype]
     if experts is None:
         return 0

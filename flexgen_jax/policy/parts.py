@@ -12,7 +12,7 @@ from flexgen_jax.models.tensor_spec import Formats, TensorSpec
 from flexgen_jax.policy.policy import Tier
 
 BUNDLES = 32
-"""Parts of a layer's experts where all of them are loaded: a plan of a model with hundreds of
+"""Number of parts of a layer's experts if all are loaded: a plan of a model with hundreds of
 experts a layer would take long to compute with a part for each."""
 
 
@@ -26,22 +26,23 @@ class Layout:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class WeightsPart:
-    """The tensors of a layer that are moved together, and what moving them takes.
+    """Tensors of a layer that move together, and their transfer cost.
 
-    Of a decoder layer, each tensor that is copied to the device is a part, or those of some experts
-    together, because the parts travel beside one step each, and the others are one part. Each
-    tensor of the embedding and the head is a part of its own, because both may have the same table.
+    In a decoder layer, each tensor that is copied to the device is a part (or several experts'
+    tensors together), because each part travels during one step; all other tensors are one part.
+    Each tensor of the embedding and the head is a part of its own, because both may have the same
+    table.
     """
 
     # The first layer that has the part.
     layer: int
     # Of its tensors.
     keys: tuple[str, ...]
-    # Whether what is read of it stays in host buffers while the block runs.
+    # Whether its disk reads stay in host buffers during the batch group.
     is_kept: bool
     # Of the host buffers into which it is read from disk.
     layouts: tuple[Layout, ...]
-    # Bytes of the device that a copy of it takes.
+    # Device bytes of its copy.
     copied: int
     # The number of the first expert of the part, if it is of experts.
     expert: int | None = None

@@ -1,5 +1,5 @@
-"""The steps of a batch after its prompt, each a pass through all layers, and small parts of what is
-there of a batch."""
+"""A batch's steps after its prompt, each a pass through all layers, and small parts of a batch's
+state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flexgen_jax.policy.parts import Layout
 from flexgen_jax.policy.shapes import Span
 
 Handle = Any
-"""Whatever a backend makes; the loop only hands it back."""
+"""Any object of a backend; the loop only hands it back."""
 
 
 class Buffer(NamedTuple):
@@ -28,20 +28,19 @@ class BlocksAt(NamedTuple):
     lengths: tuple[int, ...]
     # Token count of the open block, 0 if it is elsewhere.
     tail: int
-    # The index of the first token of each of these blocks.
+    # The index of the first token of each block.
     starts: tuple[int, ...]
 
 
 class Begun(NamedTuple):
-    """What a pass computes of a sequence: `computed` tokens, the first `known` of which are no
-    guesses."""
+    """A pass's tokens of a sequence: `computed` tokens; the first `known` are not drafts."""
 
     known: int = 1
     computed: int = 1
 
 
 class Passes:
-    """Where the passes of a batch start, each of which may compute several tokens.
+    """The start positions of a batch's passes; a pass may compute several tokens.
 
     Passes that are still to come count as if they cached one token each; without guesses, all do.
     With a prompt of 10 tokens, pass 1 starts at 10. If it has 3 known tokens and 2 guesses, pass 2
@@ -49,13 +48,13 @@ class Passes:
     """
 
     def __init__(self, prompt_len: int) -> None:
-        # The latest pass, which before the first one is the prompt's last token.
+        # The latest pass; before the first pass, the prompt's last token.
         self._token, self._start, self._computed = 0, prompt_len - 1, 1
         # How many of its tokens it caches.
         self.cached = 1
 
     def span(self, token: int, most: int) -> Span:
-        """Returns what the pass of a token, as in `Step`, computes; most: the tokens of a pass that
+        """Returns the work of the pass of a token (as in `Step`); most: the tokens of a pass that
         is still to come."""
         if token <= self._token:
             return Span(self._start, self._computed)

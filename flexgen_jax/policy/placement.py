@@ -54,7 +54,7 @@ def realised(sizes: Sequence[int], tiers: Sequence[Tier]) -> dict[Tier, float]:
 def place_weights(spec: ModelSpec, dtype: str, policy: Policy) -> dict[str, Tier]:
     """Returns a tier for every tensor, by key. Biases and norms stay on the device.
 
-    Of a model with experts, what every token is multiplied with goes to the fast tiers first: a
+    In a mixture of experts, weights that every token uses go to the fast tiers first: a
     token chooses few of the experts.
     """
     formats = policy.formats(dtype)
@@ -70,8 +70,8 @@ def place_weights(spec: ModelSpec, dtype: str, policy: Policy) -> dict[str, Tier
 
 
 def in_order(placement: Placement, sizes: Sequence[int]) -> list[Placement]:
-    """Returns placements of groups of so many bytes that have the bytes of `placement` in all, the
-    first groups in the fastest tiers.
+    """Returns placements of groups with the given bytes that match `placement` in total, first
+    groups in the fastest tiers.
 
     With 30 % on the device and 50 % on the host, of groups of 400 and 600 bytes the first has 300
     bytes on the device and 100 on the host, the second 400 on the host and 200 on disk.
@@ -112,18 +112,18 @@ def page_cached(
 
 
 class Homes(NamedTuple):
-    """The homes of what a batch keeps."""
+    """The homes of a batch's state."""
 
     # Of the KV blocks of each decoder layer, in the order of their age.
     blocks: tuple[tuple[Tier, ...], ...]
-    # Of what each decoder layer replaces with every token; the device where that is nothing.
+    # Of each decoder layer's recurrent state; the device without a state.
     replaced: tuple[Tier, ...]
-    # Of the hidden states that each layer hands on, from the embedding on.
+    # Of each layer's output hidden states, from the embedding on.
     hidden: tuple[Tier, ...]
 
 
 class Placer:
-    """Gives homes to what the batches of a run keep, as they enter."""
+    """Assigns homes to the states of a run's batches at admission."""
 
     def __init__(self, spec: ModelSpec, policy: Policy) -> None:
         rows = [layer.row_size for layer in spec.decoders]
@@ -140,7 +140,7 @@ class Placer:
         self._hidden = Splitter(self._policy.activations)
 
     def enter(self, batches: Sequence[tuple[int, ...]], is_first: bool) -> list[Homes]:
-        """Chooses the homes of what batches keep that enter together.
+        """Chooses the homes for batches that enter together.
 
         batches: of each, the token counts of its KV blocks. They are split in the order of their
         age, so that the fractions hold at every moment of a generation. is_first: whether no others
@@ -184,13 +184,13 @@ SMALL_STATES = 4 << 20
 
 
 def stays_on_device(nbytes: int) -> bool:
-    """Returns whether a batch's hidden states of a step after the prompt, of `nbytes` bytes, are on
-    the device, whatever the policy says."""
+    """Returns whether a batch's hidden states after the prompt, of `nbytes` bytes, are on the
+    device regardless of the policy."""
     return nbytes < SMALL_STATES
 
 
 def home_of_hidden(home: Tier, is_short: bool, nbytes: int) -> Tier:
-    """Returns the tier of hidden states of `nbytes` bytes, for which the policy chose `home`;
+    """Returns the tier of hidden states of `nbytes` bytes whose policy home is `home`;
     is_short: whether they are of a step after the prompt, or of its last token alone.
 
     Small ones of that kind stay on the device: a copy would wait behind weights, and hold up the

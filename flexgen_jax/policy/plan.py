@@ -1,6 +1,6 @@
-"""The plan of a run: what does not depend on which batches are there.
+"""The plan of a run: everything independent of the admitted batches.
 
-What a batch has, and where, is in `running.py`.
+A batch's state and its place are in `running.py`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BlockPlan:
 
     setting: Setting
     policy: Policy
-    # The largest batches that are there together, with which a plan begins.
+    # The largest group of batches, which a plan starts with.
     shape: BlockShape
 
     @property
@@ -99,8 +99,8 @@ class BlockPlan:
         return Blocks(prompt, cut(batch.gen_len, size))
 
     def segments(self, batch: BatchShape, padding: Sequence[int]) -> tuple[Segment, ...]:
-        """Returns the segments in which a batch's prompts are computed, () if as a whole, as chunks
-        are; padding: the tokens before each row's prompt."""
+        """Returns the segments of a batch's prompts, () if computed as a whole, as chunks are;
+        padding: the tokens before each row's prompt."""
         if len(self.chunks(batch)) > 1 or self.shape.prefix or not self.spec.all_attend:
             return ()
         sizes = self.setting.sizes
@@ -111,8 +111,8 @@ class BlockPlan:
 
     @cached_property
     def entries(self) -> tuple[tuple[tuple[BatchShape, ...], bool], ...]:
-        """The batches of `shape` as they enter, and whether no others go on then: the prefixes,
-        then the others together, or one by one where the schedule says so."""
+        """The batches of `shape` as they enter, and whether no others go on then: prefixes first,
+        then all other batches together, or one by one if the schedule requires it."""
         order, prefixes = self.policy.order, self.shape.prefix_batches
         batches = self.shape.batches
         groups = [(batch,) for batch in batches] if order.a_wave == 1 else [batches]
@@ -121,14 +121,14 @@ class BlockPlan:
 
     @cached_property
     def block_homes(self) -> tuple[Homes, ...]:
-        """The homes of what the batches of `entries` keep, in their order."""
+        """The homes of the batches of `entries`, in order."""
         placer, homes = Placer(self.spec, self.policy), list[Homes]()
         for batches, is_first in self.entries:
             homes += placer.enter([self.blocks(batch).all for batch in batches], is_first)
         return tuple(homes)
 
     def only_caches(self, token: int, layer: int) -> bool:
-        """Returns whether of a step only what the layer keeps is needed: in the model's last
+        """Returns whether only the layer's state of a step is needed: in the model's last
         decoder layer, of a chunk that others follow."""
         return token < 0 and layer == self.spec.last_decoder and self.config.has_head
 
@@ -177,14 +177,14 @@ class BlockPlan:
 
     @cached_property
     def layouts(self) -> Layouts:
-        """What KV blocks take, and the layouts of host buffers."""
+        """Sizes of KV blocks, and layouts of host buffers."""
         return Layouts(self)
 
 
 class BlockSizes(NamedTuple):
-    """What a KV block of a layer takes when it is sealed, and while it is open, in full precision.
+    """Sizes of a layer's KV block when sealed, and when open (in full precision).
 
-    Buffers have the leaves of one array after the other, in the order of `LayerSpec.growing`.
+    Buffers have the leaves array by array, in the order of `LayerSpec.growing`.
     """
 
     sealed: int
@@ -197,7 +197,7 @@ class BlockSizes(NamedTuple):
 
 
 class Layouts:
-    """What KV blocks of a plan take, and the layouts of host buffers, each made once."""
+    """Sizes of a plan's KV blocks, and layouts of host buffers, each computed once."""
 
     def __init__(self, plan: BlockPlan) -> None:
         self._plan = plan
@@ -205,15 +205,15 @@ class Layouts:
         self._buffers: dict[tuple[Leaf, ...], Layout] = {}
 
     def moves(self, layer: LayerSpec, leaf: StateLeaf) -> bool:
-        """Returns whether what a layer keeps outside of the device is moved there for every token:
-        but for keys and values, of which a policy may leave both or the values on the host."""
+        """Returns whether a layer's off-device cache moves to the device for every token:
+        except keys and values, where a policy may leave both or the values on the host."""
         if not layer.attends:
             return True
         policy = self._plan.policy
         return not (policy.values_stay if leaf.name == "value" else policy.attends_on_host)
 
     def of_block(self, layer: LayerSpec, rows: int, tokens: int) -> BlockSizes:
-        """Returns what a KV block of a layer takes; layers of equal shapes share it."""
+        """Returns the sizes of a layer's KV block; layers of equal shapes share it."""
         key = (self._plan.spec.alike[layer.index], rows, tokens)
         sizes = self._blocks.get(key)
         if sizes is None:

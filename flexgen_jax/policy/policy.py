@@ -43,7 +43,7 @@ GREEDY, SAMPLE, SCORE = HeadUse("greedy", 1), HeadUse("sample", 8), HeadUse("sco
 
 
 class PolicyError(UserError):
-    """An impossible policy; the message names the field and says what to do."""
+    """An impossible policy; the message names the field and the way out."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Workload:
 
     mean_prompt_len: the mean length of prompts of mixed lengths, or None if all are equally long.
     The mean length decides the time, the longest prompt the memory. prefix_len: tokens before the
-    prompts, which several of them share and which are computed once; num_prefixes: how many
-    different ones there are, each shared by as many prompts; prefix_depth: how many of them a
+    prompts, which several of them share and which are computed once; num_prefixes: number of
+    different prefixes, each shared by an equal number of prompts; prefix_depth: how many of them a
     prompt begins with at most, one going on from another.
     """
 
@@ -97,7 +97,7 @@ class Workload:
     prefix_depth: int = 1
 
     def covering(self, other: Workload) -> Workload:
-        """Returns this workload with room for sequences of another one."""
+        """Returns this workload with room for another workload's sequences."""
         is_longer = other.prompt_len > self.prompt_len
         return replace(
             self,
@@ -139,13 +139,13 @@ class Policy:
     """Placement of everything, batch shape and schedule (FlexGen, section 4.2).
 
     A block is `num_batches` batches of `batch_size` sequences, the most that are there together; a
-    layer's weights serve all of them. `schedule` says when others enter: "continuous" as soon as
+    layer's weights serve all batches. `schedule` says when others enter: "continuous" as soon as
     rows are free, "diagonal" one batch a wave, "zigzag" when all have left, "row" one by one.
     Without `overlap`, nothing is loaded ahead of its use; without `copies_ahead`, a layer's weights
-    are read ahead, but copied to the device only when the layer before is computed, so that the
-    device has room for one of them: layers with hundreds of experts are that large.
+    are read ahead, but copied to the device only after the previous layer, so that the device holds
+    one layer: layers with hundreds of experts are that large.
 
-    A prompt of more than `prefill_chunk` tokens is prefilled in chunks of so many, one a wave.
+    A prompt of more than `prefill_chunk` tokens is prefilled in chunks of that size, one per wave.
 
     Generated tokens are cached in KV blocks of `kv_block_tokens`, which are immutable once full.
     Hidden states of single tokens stay on the device while a batch's are small, and never go to
@@ -154,22 +154,22 @@ class Policy:
     Weights and full KV blocks are kept in `weight_bits` and `cache_bits` per element (section 5);
     16 stands for the dtype. Weights have groups along a kernel's input, or with `weight_format`
     "paper" those of section 5, along its output. With `matmul_bits` 8, decoder layers multiply
-    8-bit integers, to which weights and hidden states are rounded, except the largest hidden states
+    8-bit integers. Weights and hidden states are rounded, except the largest hidden states
     (LLM.int8(), section 3); on a CPU only where there are more than a few rows.
 
     `attention` says where decoding attends to KV blocks that are not on the device: on the
-    "device", to which they are moved, or on the "host", where they are. "auto" leaves that to a
-    search; without one it is the host, or the device if `LLM` finds that both are one memory and
-    attention is not sparse.
+    "device", after moving them there, or on the "host", in place. "auto" leaves that to a search;
+    without one it is the host, or the device if `LLM` finds that both are one memory and attention
+    is not sparse.
 
     With `attention_sparsity` below 1, each head of a decoding token attends to itself and to this
     fraction of the tokens before it, those with the highest scores (section 5). The values of
     blocks that are not on the device are then never moved to it.
 
-    With `draft_tokens`, each pass through the layers also computes so many guessed tokens of a
-    sequence, and keeps those that the model itself would have chosen (Leviathan, Kalman and Matias
-    2023, "Fast Inference from Transformers via Speculative Decoding"). The sequences of a batch
-    stay within a pass of each other: the one with the fewest right guesses holds the others up.
+    With `draft_tokens`, each pass also verifies that number of draft tokens per sequence, and keeps
+    the tokens that the model itself would have chosen (Leviathan, Kalman and Matias 2023, "Fast
+    Inference from Transformers via Speculative Decoding"). The sequences of a batch stay within a
+    pass of each other: the row with the fewest accepted drafts slows the others.
     """
 
     weights: Placement = Placement()
@@ -322,7 +322,7 @@ class Policy:
 
     @property
     def in_words(self) -> str:
-        """Says where what lies: "weights 20 % device + 80 % host, KV cache 100 % host, ..."."""
+        """The placement in words: "weights 20 % device + 80 % host, KV cache 100 % host, ..."."""
         placed = [("weights", self.weights), ("KV cache", self.cache)]
         placed.append(("hidden states", self.activations))
         texts = []
@@ -377,8 +377,8 @@ class Ahead:
 
     @property
     def cache_buffers(self) -> int:
-        """Number of sets of buffers for KV blocks from disk: those read ahead, and the one whose
-        step is being computed."""
+        """Number of sets of buffers for KV blocks from disk: layers being read ahead, and the layer
+        being computed."""
         return self.cache_reads + 1
 
     @classmethod
@@ -389,14 +389,15 @@ class Ahead:
 
 
 def cut(tokens: int, size: int) -> tuple[int, ...]:
-    """Cuts `tokens` into pieces of `size`; the last one is shorter if they do not divide."""
+    """Cuts `tokens` into pieces of `size`; the last block is shorter if the division has a
+    remainder."""
     whole, rest = divmod(tokens, size)
     return (size,) * whole + ((rest,) if rest else ())
 
 
 def prompt_chunks(prompt_len: int, prefill_chunk: int) -> tuple[int, ...]:
-    """Returns the token counts of the chunks in which a prompt is prefilled; the first one is
-    shorter if they do not divide."""
+    """Returns the token counts of a prompt's prefill chunks; the first chunk is shorter if the
+    division has a remainder."""
     return cut(prompt_len, prefill_chunk)[::-1]
 
 

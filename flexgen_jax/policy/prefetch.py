@@ -15,7 +15,7 @@ from flexgen_jax.policy.waves import LookAhead, Step
 
 
 class Prefetch:
-    """Loads what steps need of their batches, ahead of their use.
+    """Loads the batch data of steps ahead of use.
 
     before: the token that a loop has visited before each, where it leaves tokens out;
     across_skipped: whether the cache may be read for a token before those that are left out are
@@ -60,7 +60,7 @@ class Prefetch:
         )
 
     def takes_state(self, step: Step) -> bool:
-        """Returns whether a step's layer goes on from what an earlier step left."""
+        """Returns whether a step's layer continues an earlier step's state."""
         if not self.replaces[step.layer]:
             return False
         return step.token > 0 or step.batch.span(step.token).start > 0
@@ -83,7 +83,7 @@ class Prefetch:
         return self._across_skipped or state.tokens >= step.batch.span(step.token).start
 
     def _is_stored(self, step: Step) -> bool:
-        """Returns whether what a step's layer goes on from has been handed over by now."""
+        """Returns whether a step's input state has been stored."""
         if not self.takes_state(step):
             return False
         before = self.token_before(step.token)
@@ -104,7 +104,7 @@ class Prefetch:
     def read_ahead(self) -> None:
         """Starts prefetching from disk for the steps that come next."""
         ahead = self._plan.ahead
-        # Where all batches begin, read buffers must not come on top of what prompts still hold.
+        # When all batches begin, read buffers must not add to memory that prompts still hold.
         if self._may_read():
             for later in self._ahead.counted(ahead.cache_reads):
                 if later in self._cached or not self._is_cached(later):
@@ -127,7 +127,7 @@ class Prefetch:
         return all(running.is_cached for running in self._going)
 
     def copy_ahead(self) -> None:
-        """Starts the copies to the device of what the next steps need."""
+        """Starts copying the next steps' inputs to the device."""
         for later in self._ahead.steps(self._plan.ahead.cache_copies):
             self._cached.copy_if_read(later)
             self._hidden.copy_if_read(later)
@@ -156,7 +156,7 @@ class Prefetch:
         return self._cached.take(step) if self.takes_cache(step) else None
 
     def take_state(self, step: Step) -> Handle:
-        """Returns what a step's layer goes on from, None if that is nothing."""
+        """Returns a step's input state, None without one."""
         return self._states.take(step) if self.takes_state(step) else None
 
     def release(self, step: Step, dispatched: int) -> None:
@@ -170,7 +170,7 @@ class Prefetch:
             self._hidden.release(step, dispatched)
 
     def forget(self, running: Running, dispatched: int, token: int | None = None) -> None:
-        """Ends the loads of a batch's later steps, all of them or what layers keep for a token."""
+        """Drops the loads of a batch's later steps: all loads, or a token's layer states."""
         streams = [self._cached, self._states]
         streams += [self._hidden] if token is None else []
         for stream in streams:
@@ -186,5 +186,5 @@ class Prefetch:
 
 
 def state_of(step: Step) -> LayerState:
-    """Returns what a decoder layer keeps of a step's batch."""
+    """Returns a decoder layer's state of a step's batch."""
     return step.batch.layers[step.layer - 1]

@@ -51,7 +51,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Plan:
-    """A policy, and what it is predicted to do.
+    """A policy, and its predicted performance.
 
     block_sequences, num_sequences: sequences of one block, and of the workload; prefill_s,
     decode_s, total_s: seconds of all blocks of the workload; latency_s: seconds of one block;
@@ -86,7 +86,7 @@ class Plan:
 class Problem:
     """The task of a search: model, machine, limits and workload.
 
-    workload: its `num_sequences` may be 0, for as many as are best.
+    workload: its `num_sequences` may be 0, for the best number.
     base: a policy with everything that is not searched: schedule, overlap.
     max_latency: seconds that a block may take.
     min_throughput: token/s that are enough; the search then looks for the lowest latency.

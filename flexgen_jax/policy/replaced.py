@@ -1,6 +1,6 @@
-"""What batches replace with every token: hidden states between layers, and what some layers keep.
+"""What batches replace with every token: hidden states between layers, and recurrent states.
 
-Each lies in a `ReplacedSlot`, from the step that makes it until the next one that does.
+Each lies in a `ReplacedSlot`, from the step that makes it until the next such step.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from flexgen_jax.policy.running import ReplacedPart, ReplacedSlot, Running
 
 
 class ReplacedArrays:
-    """Keeps and writes what is in slots, and reserves its memory."""
+    """Stores and writes the contents of slots, and reserves their memory."""
 
     def __init__(self, backend: Backend, ledger: Ledger) -> None:
         self._backend, self._ledger = backend, ledger
         self._writing: dict[ReplacedSlot, None] = {}
 
     def enter(self, running: Running) -> None:
-        """Takes in a batch, whose slots are freed when it closes."""
+        """Admits a batch; its slots are freed when it closes."""
         running.closing.callback(self._empty, running.hidden)
         for state in running.layers:
             if state.layer.replaced:
                 running.closing.callback(self._empty, state.slot)
 
     def is_ready(self, slot: ReplacedSlot, token: int, layer: int) -> bool:
-        """Returns whether what `layer` made of a token can be loaded without waiting for its
-        computation."""
+        """Returns whether `layer`'s result for a token can be loaded without waiting for
+        compute."""
         part = slot.part
         if part is None or slot.token != token or part.layer != layer:
             return False
         return part.home != "disk" or slot.is_on_disk
 
     def put(self, token: int, part: ReplacedPart, computed: Handle) -> None:
-        """Keeps what a step made; what has the disk as its home waits to be computed."""
+        """Stores a step's result; a result for disk waits until it is computed."""
         slot = part.slot
         self._forget(slot)
         self._ledger.reserve(part.home, part.nbytes)
@@ -43,7 +43,7 @@ class ReplacedArrays:
         self._backend.keep(part, computed)
 
     def settle(self, slot: ReplacedSlot, token: int, layer: int) -> None:
-        """Starts writing what a step made, which is now computed, if the disk is its home."""
+        """Starts writing a step's computed result if its home is the disk."""
         part = slot.part
         assert part is not None, "the step has made something"
         is_latest = (slot.token, part.layer) == (token, layer)
@@ -57,7 +57,7 @@ class ReplacedArrays:
             self._finish(next(iter(self._writing)))
 
     def part(self, slot: ReplacedSlot) -> ReplacedPart:
-        """Returns what is in a slot, to load it.
+        """Returns a slot's content for loading.
 
         If it is still in RAM, because it is needed again so soon, it is not read from disk.
         """

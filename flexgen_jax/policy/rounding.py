@@ -23,8 +23,8 @@ TRIES = 8
 
 
 class Placed(NamedTuple):
-    """The plan of a policy's largest block, its exact peaks, and the budgets with which the linear
-    program found it."""
+    """The plan of a policy's largest batch group, its exact peaks, and the linear program's
+    budgets."""
 
     plan: BlockPlan
     needed: dict[Tier, int]
@@ -48,7 +48,7 @@ def fitted(
     If the peaks exceed the budgets, the linear program is solved again with smaller ones. Returns
     None if that finds no policy. solve_within: solves it; first: its solution within all of the
     budgets, if that is known; known: peaks that were computed before; others are added; start:
-    smaller budgets with which to begin, in place of `first`.
+    smaller initial budgets instead of `first`.
     """
     first = first if start is None else None
     budgets, known = start or problem.budgets, {} if known is None else known

@@ -1,10 +1,10 @@
-"""Batches under way, and what their layers keep of them between tokens.
+"""Running batches, and their layers' states between tokens.
 
     prompt blocks          sealed blocks of generated tokens        open block
     [0 ... 127][128 ...]   [32 tokens][32 tokens]                   [x x x . . . .]
 
-What grows with every token lies in KV blocks, each in the tier that is its home. A sealed block
-never changes, wherever it is. What is replaced with every token lies in a `ReplacedSlot`.
+Growing arrays lie in KV blocks, each in its home tier. A sealed block
+never changes, wherever it is. Recurrent states lie in a `ReplacedSlot`.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class CachedPart(NamedTuple):
     copied: int
     # Whether the CPU attends to some of the blocks.
     asks_host: bool
-    # Whether a chunk of the prompt attends to them, for which all go to the device and none is
+    # Whether a chunk of the prompt attends to them; then all go to the device and none is
     # open.
     is_prompt: bool = False
 
 
 class ReplacedPart(NamedTuple):
-    """What a layer made of a batch's latest tokens, to be replaced with the next ones."""
+    """A layer's result for a batch's latest tokens, replaced at the next tokens."""
 
     slot: ReplacedSlot
     # The layer that made it, counted with the embedding as 0.
@@ -58,7 +58,7 @@ class ReplacedPart(NamedTuple):
 
 
 class PromptPart(NamedTuple):
-    """The KV blocks that a layer makes of a prompt, or of a chunk of it."""
+    """A layer's KV blocks of a prompt or chunk."""
 
     state: LayerState
     blocks: range
@@ -75,13 +75,13 @@ class SealedPart(NamedTuple):
 
 @dataclass(eq=False, repr=False, slots=True)
 class ReplacedSlot:
-    """Where an array is that a batch replaces with every token: its hidden states, or what a layer
-    keeps."""
+    """Where an array is that a batch replaces with every token: its hidden states, or a layer's
+    recurrent state."""
 
     running: Running
     content: Literal["activations", "cache"]
     part: ReplacedPart | None = None
-    # The token that made what is there.
+    # The token that produced the content.
     token: int = 0
     is_on_disk: bool = False
     # A write to disk under way.
@@ -92,19 +92,19 @@ class ReplacedSlot:
 
 @dataclass(eq=False, repr=False, slots=True)
 class LayerState:
-    """What one decoder layer keeps of one batch."""
+    """The state of one decoder layer for one batch."""
 
     running: Running
     layer: LayerSpec
     # Of its KV blocks, in the order of their age.
     homes: tuple[Tier, ...]
-    # Of what it replaces with every token.
+    # Of its recurrent state.
     replaced_home: Tier
     slot: ReplacedSlot
     # Cached tokens, and sealed blocks.
     tokens: int = 0
     sealed: int = 0
-    # The number of tokens with which the open block is full.
+    # The capacity of the open block in tokens.
     full_at: int = 0
     # The last token that is cached, as in `Step`; None before the prompt's first chunk is.
     until: int | None = None
@@ -134,11 +134,11 @@ class LayerState:
 
     @property
     def sizes(self) -> Sequence[BlockSizes]:
-        """What each KV block takes."""
+        """The sizes of each KV block."""
         return self.running.sizes_of(self.layer)
 
     def forget_sizes(self) -> None:
-        """Forgets what follows from the batch's rows, which are fewer now."""
+        """Clears cached values that depend on the batch's rows, after shrinking."""
         self._decoding = self._prompting = None
 
     def stays_on_host(self, block: int) -> bool:
@@ -209,7 +209,7 @@ class LayerState:
         return held
 
     def of_prompt(self, token: int) -> PromptPart:
-        """Returns what the blocks of a prompt's step take."""
+        """Returns the sizes of a prompt step's blocks."""
         blocks = self.running.prompt_blocks(token)
         held: dict[Tier, int] = dict.fromkeys(TIERS, 0)
         for block in blocks:
@@ -217,8 +217,8 @@ class LayerState:
         return PromptPart(self, blocks, held)
 
     def places(self, sealed: int) -> tuple[BlocksAt, BlocksAt]:
-        """Returns the blocks to which decoding attends on the device, and those on the host, with
-        `sealed` sealed blocks and an open one."""
+        """Returns the blocks for decode attention on the device and on the host, with `sealed`
+        sealed blocks and an open block."""
         if sealed not in self._places:
             self._places[sealed] = (self._at(sealed, False), self._at(sealed, True))
         return self._places[sealed]
@@ -235,13 +235,13 @@ class LayerState:
         )
 
     def may_overwrite(self, token: int) -> bool:
-        """Returns whether the program of a step may write to what the layer replaces: not to what a
-        prefix left or to zeros, nor to a buffer that is read from disk, which others get later."""
+        """Returns whether a step's program may overwrite the layer's recurrent state: not a
+        prefix's final state, not zeros, and not a disk read buffer, which is reused."""
         is_buffer = self.running.plan.unified and self.replaced_home == "disk"
         return token > 0 and not is_buffer
 
     def replaced(self) -> ReplacedPart:
-        """Returns what the arrays take that the layer replaces with every token."""
+        """Returns the size of the layer's recurrent state."""
         plan, rows = self.running.plan, self.running.shape.rows
         arrays = [plan.formats.plain(leaf, rows) for leaf in self.layer.replaced]
         return _replaced(plan, self.slot, self.layer.index, self.replaced_home, arrays)
@@ -273,7 +273,7 @@ class Running:
     chunks: tuple[int, ...]
     blocks: Blocks
     lengths: tuple[int, ...]
-    # Of the hidden states that each layer hands on.
+    # Of each layer's output hidden states.
     hidden_homes: tuple[Tier, ...]
     # Batches of one row to whose KV blocks some rows attend before their own, the longest ones
     # first of those that start at the same row.
@@ -282,7 +282,7 @@ class Running:
     # requests that wait.
     is_prefix: bool = False
     users: int = 0
-    # Whether what it keeps is loaded, and no step computes it.
+    # Whether its state is loaded, not computed.
     is_stored: bool = False
     layers: list[LayerState] = field(default_factory=list)
     # Tokens whose steps are still to come.
@@ -295,7 +295,7 @@ class Running:
     has_attended: bool = False
     # Number of layers that keep something of its prompts.
     layers_filled: int = 0
-    # The token from which on it has fewer rows, and how many.
+    # The token from which it has fewer rows, and their number.
     shrinking: tuple[int, int] | None = None
     # The backend's.
     payload: Any = None
@@ -347,7 +347,7 @@ class Running:
 
     @property
     def is_cached(self) -> bool:
-        """Whether all layers have handed over what they keep of its prompts."""
+        """Whether all layers have stored their state of its prompts."""
         return self.layers_filled == len(self.layers)
 
     @property
@@ -357,7 +357,7 @@ class Running:
         return range(-count, 0) if self.is_prefix else range(1 - count, self.shape.gen_len)
 
     def span(self, token: int) -> Span:
-        """Returns what the step of a token computes of its sequences."""
+        """Returns the work of a token's step."""
         if token > 0:
             return self.passes.span(token, self.plan.policy.pass_tokens)
         index = token - self.tokens.start
@@ -375,7 +375,7 @@ class Running:
         return sum(total <= tokens for total in accumulate(self.lengths))
 
     def sizes_of(self, layer: LayerSpec) -> list[BlockSizes]:
-        """Returns what each KV block of a layer takes; layers of equal shapes share the list."""
+        """Returns the sizes of a layer's KV blocks; layers of equal shapes share the list."""
         kind = self.plan.spec.alike[layer.index]
         sizes = self._sizes.get(kind)
         if sizes is None:
@@ -389,7 +389,7 @@ class Running:
         return self.shrinking is not None and self.shrinking[0] == token
 
     def shrink(self, rows: int) -> None:
-        """Leaves fewer rows; the homes of what the batch has stay."""
+        """Leaves fewer rows; the homes do not change."""
         self.shape = replace(self.shape, rows=rows)
         self._sizes.clear()
         self._hidden_parts.clear()
@@ -413,7 +413,7 @@ class Running:
         return is_last and not self.shape.scores_prompt
 
     def hidden_part(self, token: int, layer: int) -> ReplacedPart:
-        """Returns what the output of `layer` for a step's token takes."""
+        """Returns the size of `layer`'s output for a step's token."""
         key = (min(token, 1), layer, self.span(token).tokens if token > 0 else 0)
         part = self._hidden_parts.get(key)
         if part is None:

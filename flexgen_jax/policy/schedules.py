@@ -20,8 +20,8 @@ class Schedule:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether a layer's weights are moved once for several batches, which the device then
-        computes one after the other; else once for each batch."""
+        """Whether a layer's weights move once for several consecutive batches; else once for each
+        batch."""
         return not (self.waits and self.a_wave == 1)
 
 

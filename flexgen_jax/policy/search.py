@@ -30,14 +30,14 @@ SAMPLED_STEPS = 1_500
 """Approximate number of steps to simulate; a longer run is simulated for a sample of its tokens."""
 
 MANY_TENSORS = 10_000
-"""Of a model with more tensors, exact peaks take seconds: what the first candidate exceeded by is
-taken from the budgets of the others at once."""
+"""Of a model with more tensors, exact peaks take seconds: the first candidate's excess is
+subtracted from the other candidates' budgets."""
 
 SLACK = 0.05
-"""Loss of throughput for which a smaller block is preferred, if the number of sequences is free."""
+"""Loss of throughput that a smaller batch group may cost, if the number of sequences is free."""
 
 STEADY = 0.05
-"""Part of a disk's rate by which it may vary and count as steady."""
+"""Relative variation of a disk's rate that counts as steady."""
 
 FASTER = 4.0
 """Most times that a disk is taken to be faster or slower than usual."""
@@ -64,7 +64,7 @@ def _evaluated(problem: Problem, placed: Placed) -> Plan:
     wanted = problem.workload.num_sequences or sequences
     count, left = divmod(wanted, sequences)
     blocks = [block] * count
-    if left:  # the last block moves as many weights as the others
+    if left:  # the last batch group moves the same weights
         last = BlockShape.of(policy, replace(work, num_sequences=left))
         blocks.append(simulate(costs, costs.plan(last), cached, sample))
     return _plan(problem, policy, sequences, wanted, needed, blocks)
@@ -78,7 +78,7 @@ def _plan(
     needed: dict[Tier, int],
     blocks: Sequence[Prediction],
 ) -> Plan:
-    """Adds up the predictions of all blocks; the first one must be a whole block."""
+    """Adds up the predictions of all blocks; the first candidate must be a whole batch group."""
     prefill_s = sum(block.prefill_s for block in blocks)
     decode_s = sum(block.decode_s for block in blocks)
     return Plan(
@@ -98,7 +98,7 @@ def _plan(
 
 def _written(problem: Problem, policy: Policy) -> float:
     """Returns the bytes that a whole block writes to the disk. The simulator does not know them: it
-    leaves out tokens in which blocks are sealed."""
+    skips tokens that seal blocks."""
     work = problem.of_block(policy).typical
     terms = block_terms(problem.costs(policy), work)
     shares = (("w", policy.weights), ("c", policy.cache), ("h", policy.activations))
@@ -108,7 +108,7 @@ def _written(problem: Problem, policy: Policy) -> float:
 def search(problem: Problem) -> list[Plan]:
     """Returns the best plans, the chosen one first; none if nothing fits or meets the limits.
 
-    Prompts are cut into the largest chunks for which there is a plan: every chunk is another pass
+    Prompts are cut into the largest chunks that have a plan: every chunk is another pass
     over the weights.
     """
     longest, plans = problem.workload.prompt_len, list[Plan]()
@@ -123,8 +123,8 @@ def search(problem: Problem) -> list[Plan]:
 def _search(problem: Problem) -> list[Plan]:
     """Searches with chunks of the base's size.
 
-    Where the disk's rate varies, the best plans for its slowest, usual and fastest rate are all
-    predicted at all of these rates. The first one has the best geometric mean of throughputs.
+    If the disk's rate varies, the best plans for its slowest, usual and fastest rate are predicted
+    at each of these rates. The plan with the best geometric mean of throughputs comes first.
     """
     low, high = problem.hw.disk_range
     others = [
@@ -179,8 +179,8 @@ def _search_once(problem: Problem) -> list[Plan]:
 def _ranked(problem: Problem, plans: list[Plan], scores: Mapping[Policy, float]) -> list[Plan]:
     """Returns plans, the best first; scores: throughputs to compare them by.
 
-    Where the number of sequences is free, plans nearly as fast as the best come first, the smallest
-    of them before the others.
+    If the number of sequences is free, plans within a small loss of the best come first, smallest
+    first.
     """
     if problem.min_throughput is not None:
         return sorted(plans, key=lambda plan: plan.latency_s)
@@ -194,7 +194,7 @@ def _ranked(problem: Problem, plans: list[Plan], scores: Mapping[Policy, float])
 
 
 def _shortlist(problem: Problem, fitting: list[Candidate]) -> list[Candidate]:
-    """Returns the candidates to check more closely, in the order in which to do it."""
+    """Returns the candidates to simulate, in order."""
     if not fitting:
         return []
     if problem.min_throughput is not None:

@@ -7,15 +7,15 @@ from itertools import groupby
 from typing import NamedTuple
 
 MOST = 8
-"""Segments of a batch at most, a power of two; each is compiled for itself."""
+"""Segments of a batch at most, a power of two; each is compiled separately."""
 
 STEP = 16
 """Tokens that are left out are a multiple of this."""
 
 
 class Segment(NamedTuple):
-    """Some rows of a batch, in their order, and how many of their first tokens, which are padding
-    in all of them, are left out."""
+    """Consecutive rows of a batch, and the number of their first tokens that are padding in all
+    rows and skipped."""
 
     rows: int
     skipped: int
@@ -26,7 +26,7 @@ def segments_of(padding: Sequence[int], worth: int, together: int = 1) -> tuple[
 
     padding: tokens of padding before each row's prompt; worth: how many of them, of all rows, each
     of several segments must leave out to be worth compiling, since other batches have other ones;
-    together: how many rows are computed at a time, of which segments are made as far as that goes.
+    together: number of rows computed together; segments are multiples of it where possible.
     """
 
     def gain(segments: Sequence[Segment]) -> int:
@@ -43,7 +43,8 @@ def left_out(segments: Sequence[Segment]) -> int:
 
 
 def _divided(padding: Sequence[int], count: int, together: int) -> tuple[Segment, ...]:
-    """Divides rows into about `count` equal parts; joins neighbours that leave out as much."""
+    """Divides rows into about `count` equal parts; joins neighbours that skip the same number of
+    tokens."""
     rows = -(-len(padding) // count)
     rows = -(-rows // together) * together
     parts = [padding[start : start + rows] for start in range(0, len(padding), rows)]

@@ -14,16 +14,16 @@ from flexgen_jax.policy.policy import GREEDY, SCORE, HeadUse, Policy, Workload
 
 @dataclass(frozen=True)
 class Setting:
-    """A model on a machine, for which policies are made."""
+    """A model and a machine, to make policies for."""
 
     config: ModelConfig
-    # What is computed in, and what 16 bits stand for.
+    # The compute dtype, and the meaning of 16 bits.
     dtype: str
     # Whether host and device are one RAM, so that nothing is copied between them.
     unified: bool
     # How much work the kernels that will compute take at once.
     sizes: KernelSizes = field(default_factory=KernelSizes)
-    # Of what guesses tokens, where a policy has that.
+    # Of the drafter, if a policy has one.
     drafts: DraftRates = field(default_factory=DraftRates)
     # How often experts are chosen.
     experts: ExpertRates = field(default_factory=ExpertRates)
@@ -103,14 +103,13 @@ class BlockShape:
             gen_len=workload.gen_len,
             head=workload.head,
             prefix=workload.prefix_len,
-            # More, for the sequences that enter beside the last ones of others.
+            # Further tokens, for sequences that enter while others finish.
             prefixes=min(workload.num_prefixes, together + workload.prefix_depth),
         )
 
 
 class Span(NamedTuple):
-    """The tokens of a step: the index of the first one in the batch's padded sequences, and their
-    number."""
+    """The tokens of a step: first index in the batch's padded sequences, and number of tokens."""
 
     start: int
     tokens: int

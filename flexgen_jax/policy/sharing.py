@@ -20,8 +20,8 @@ class Shared(NamedTuple, Generic[P]):
 def spans_of(rows: Sequence[Sequence[P]]) -> tuple[Shared[P], ...]:
     """Returns what consecutive rows share. rows: the prefixes of each row, in their order.
 
-    If two rows begin with prefix a, and the second one goes on with b, a is shared by rows 0 to 1,
-    and b by row 1 alone.
+    If two rows begin with prefix a, and row 1 continues with b, then a is shared by rows 0 to 1,
+    and b belongs to row 1.
     """
     spans: list[Shared[P]] = []
     going: list[Shared[P]] = []

@@ -17,7 +17,7 @@ ROWS_OF_A_LARGE_BATCH = 64
 """Above this, a batch shrinks in smaller steps."""
 
 FEWEST = 4
-"""Others enter beside a run's batches when there are rows for this fraction of a batch."""
+"""New batches enter a run when rows for this fraction of a batch are free."""
 
 
 class Shrinking:
@@ -40,8 +40,8 @@ class Shrinking:
         self._prefetch, self._last_decoder, self._peaks = prefetch, last_decoder, peaks
 
     def wish(self, step: Step, following: Step, unfinished: int, last_token: int) -> None:
-        """Leaves a batch with few more rows than are unfinished after its step in the head, from
-        its next token on, or, if that has begun, from the one after it on."""
+        """Shrinks a batch to few more than its unfinished rows, from its next token on, or one
+        token later if that has begun."""
         running, rows = step.batch, fewer_rows(unfinished)
         token = step.token + 1 + (following.batch is running)
         if rows < running.rows and token <= last_token and self._fits(running):
@@ -49,7 +49,7 @@ class Shrinking:
             self._prefetch.forget(running, 0, token)
 
     def _fits(self, running: Running) -> bool:
-        """Returns whether there is room for what shrinking a batch takes for a moment."""
+        """Returns whether the temporary memory for shrinking a batch fits."""
         if self._peaks is None:
             return True
         used, needed = self._ledger.used, self._cache.bytes_to_shrink(running)
@@ -64,7 +64,7 @@ class Shrinking:
             self._backend.shrink(step, rows)
 
     def shrink_state(self, step: Step, cache: Handle, replaced: Handle, number: int) -> None:
-        """Leaves what a layer keeps with the rows that its batch has now; number: the step's."""
+        """Reduces a layer's state to its batch's current rows; number: the step's."""
         state = state_of(step)
         self._backend.shrink_state(state, cache, replaced)
         if state.layer.growing:
@@ -86,6 +86,6 @@ def fewer_rows(rows: int) -> int:
 
 
 def rows_beside(rows: int) -> int:
-    """Returns how many of `rows` free rows a batch takes that enters beside others: few shapes are
+    """Returns the rows of a batch that joins a run with `rows` free rows: few shapes are
     worth compiling for."""
     return max(number for number in range(1, rows + 1) if fewer_rows(number) == number)

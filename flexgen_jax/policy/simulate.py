@@ -1,9 +1,9 @@
 """A discrete-event simulation of a run on the links and processors of a profile.
 
-The loop is that of a real run (`loop.py`). This backend only counts the bytes of every transfer
-and the time at which each would be done. Each of four links carries one transfer after the other,
-except that two lanes of reads share the disk. The device computes one program after the other; on
-a unified machine the CPU's attention is one of these.
+The loop is that of a real run (`loop.py`). This backend only counts the bytes of every transfer and
+the time at which each would be done. Each of four links carries one transfer at a time, except that
+two lanes of reads share the disk. The device computes one program at a time; on a unified machine,
+CPU attention is such a program.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class SimulatedTexts(Arrivals, Protocol):
         """Returns how many rows of a batch are not finished after its step in the head."""
 
     def shrink(self, batch: Running, rows: int) -> None:
-        """Leaves a batch with so many rows, among them those that are not finished."""
+        """Shrinks a batch to `rows` rows, including the unfinished ones."""
 
 
 class Simulation:
@@ -89,13 +89,13 @@ class Simulation:
         self._clock = Clock(costs.hw, costs.policy.overlap, plan.unified)
         self._read_before: set[WeightsPart] = set()
         self._moved: dict[tuple[LayerState, int], float] = {}
-        # Seconds of reading a KV block of some bytes, of which there are few sizes.
+        # Seconds of reading a KV block, by its size in bytes (few sizes occur).
         self._read_s = cache(self._hw.disk_read.seconds)
         self._phases, self._began = [0.0, 0.0], 0.0
         self._steps = SimulatedSteps(costs, plan, self._clock)
 
     def prediction(self, peak: dict[Tier, int]) -> Prediction:
-        """Returns what the clock counted, after the loop has ended."""
+        """Returns the clock's counts after the end of the loop."""
         self._end_step()
         prefill_s, decode_s = self._phases
         moved = {link: round(nbytes) for link, nbytes in self._clock.bytes.items()}
@@ -185,7 +185,7 @@ class Simulation:
         match made:
             case ReplacedPart():
                 if made.home != "device":
-                    # A state is as large as many tokens' keys: what loads it waits for it.
+                    # A recurrent state has the size of many tokens' keys, so its load waits for it.
                     made.slot.payload = self._clock.move("device_to_host", made.nbytes, computed)
             case PromptPart():
                 for block in made.blocks:
@@ -262,8 +262,8 @@ def simulate(
 
     page_cached: keys of tensors on disk that the operating system keeps in RAM after the first
         read.
-    sample: number of decoding tokens to simulate, at even distances, or None for all. The others
-        count like these, but KV blocks that fill up between them are not written.
+    sample: number of decoding tokens to simulate, at even distances, or None for all. Skipped
+        tokens count like these, but KV blocks that fill up in between are not written.
     """
     simulation, ledger = Simulation(costs, plan, page_cached), planned_ledger(plan)
     BlockLoop(plan, simulation, ledger, _sampled(plan.shape.gen_len, sample)).run()

@@ -66,7 +66,7 @@ class SimulatedSteps:
         return clock.compute(fixed + prefill + self._prefix_s(step, asked), ready)
 
     def _prefix_s(self, step: Step, tokens: int) -> float:
-        """Returns the seconds of a step's attention from so many tokens to its prefixes."""
+        """Returns the seconds of a step's attention from `tokens` tokens to its prefixes."""
         layer, batch = self._layers[step.layer], step.batch
         return sum(
             self._costs.prefix_s(

@@ -1,8 +1,7 @@
-"""Plans for stages: a linear program for each, and what all of them together take.
+"""Plans for stages: a linear program per stage, and the time of all stages together.
 
-Each stage has all groups' caches in its memory, and walks one group after the other through its
-layers, so that its weights are moved once for each group. The slowest stage decides how long a slot
-takes (FlexGen, section 4.4).
+Each stage keeps all groups' caches, and takes one group at a time through its layers, so that its
+weights move once per group. The slowest stage decides how long a slot takes (FlexGen, section 4.4).
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ WORSE = 6
 ends."""
 
 WORTH_MOVING = 1.05
-"""Weights that are placed move to another division of the layers if it is predicted to be so many
-times as fast."""
+"""Placed weights move to another division of layers if its predicted speedup exceeds this
+factor."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,8 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class ChainPlan:
-    """Plans of all stages for batches of one shape, and what they are predicted to take together
-    for all sequences of the workload."""
+    """Plans of all stages for batches of one shape, and their predicted time for all sequences of
+    the workload."""
 
     stages: tuple[StagePlan, ...]
     layers: Division
@@ -165,7 +164,7 @@ def chain_plan(
     hidden_bytes: int,
     link: Link,
 ) -> ChainPlan:
-    """Returns what stages take together. hidden_bytes: of one token of a sequence."""
+    """Returns the time of all stages together. hidden_bytes: of one token of a sequence."""
     count, work, rows = len(stages), problem.workload, shape.group_rows
     wanted = work.num_sequences or rows * shape.groups
     typical = work.typical
@@ -173,7 +172,7 @@ def chain_plan(
     def slot_s(each: Callable[[StagePlan], float], tokens: int) -> float:
         shift = link.seconds + rows * tokens * hidden_bytes / link.rate if count > 1 else 0.0
         slowest = max(map(each, stages))
-        # A stage in the middle sends, in one shift, what it made of what came in the last.
+        # A middle stage sends, in one shift, its results for the previous shift's input.
         return slowest + shift if count > 2 else max(slowest, shift)
 
     prefill = slot_s(lambda stage: stage.prefill_s, typical.prompt_len)
@@ -193,7 +192,7 @@ def chain_plan(
 
 
 def shapes(problem: Problem, groups: int) -> Iterator[Shape]:
-    """Yields shapes with so many groups, the largest groups first."""
+    """Yields shapes with `groups` groups, largest groups first."""
     wanted = problem.workload.num_sequences
     rows = min(LARGEST_GROUP, ceil(wanted / groups) if wanted else LARGEST_GROUP)
     while rows:
@@ -214,7 +213,7 @@ def parts(problem: Problem, layers: Division) -> list[Problem]:
 
 def plan_alike(problem: Problem, shape: Shape, layers: Division) -> list[StagePlan | None]:
     """Returns the plans of stages whose machines are all like the problem's."""
-    known: dict[ModelConfig, StagePlan | None] = {}  # the stages in the middle are alike
+    known: dict[ModelConfig, StagePlan | None] = {}  # middle stages are equal
     kinds = []
     for part in parts(problem, layers):
         kinds.append(replace(part.setting.config, first_layer=0))
@@ -226,7 +225,7 @@ def plan_alike(problem: Problem, shape: Shape, layers: Division) -> list[StagePl
 def fastest(plans: Iterable[ChainPlan], placed: Division | None = None) -> ChainPlan | None:
     """Returns the plan with the division of layers to take; None if there is no plan.
 
-    plans: of one shape; placed: the division to which weights have been brought.
+    plans: of one shape; placed: the division of the placed weights.
     """
 
     def seconds(plan: ChainPlan) -> float:
@@ -244,7 +243,7 @@ def search_stages(
 ) -> ChainPlan | None:
     """Returns the plan of the highest throughput; None if nothing fits.
 
-    ways: divisions of the layers, of which the first that fits chooses the shape; placed: as for
+    ways: divisions of the layers; the first that fits chooses the shape; placed: as for
     `fastest`; plan_all: returns the stages' plans for a shape, by default those for machines that
     are like the problem's.
     """

@@ -1,6 +1,6 @@
-"""Stages: how a model's layers are divided over devices, and what each stage is told to compute.
+"""Stages: the division of a model's layers over devices, and the work sent to each stage.
 
-Hidden states go from stage to stage. What stages compute is cut into *slots*: the next step of a
+Hidden states go from stage to stage. The work of stages is cut into *slots*: the next step of a
 group of batches, in all layers of a stage. While one stage computes a slot, the stage after it
 computes the slot before.
 """
@@ -29,10 +29,10 @@ Division = tuple[range, ...]
 """The layers of each stage."""
 
 HEAD_SHARES = (1.0, 0.75, 0.5, 0.25, 0.0)
-"""Shares of the tokens that take the head's product, for each of which layers may be divided."""
+"""Shares of tokens that need the head's matmul, one division of layers for each."""
 
 REMEMBERED = 64
-"""Slots for which it is known, after all stages have sent them on, what they were."""
+"""Number of finished slots that are remembered."""
 
 
 def groups_of(stages: int) -> tuple[int, ...]:
@@ -46,14 +46,14 @@ def groups_of(stages: int) -> tuple[int, ...]:
 
 
 def divided(batches: int, stages: int) -> int:
-    """Returns how many groups so many batches make."""
+    """Returns the number of groups of `batches` batches."""
     counts = groups_of(stages)
     return min(max(batches, min(counts)), max(counts))
 
 
 def divisions(spec: ModelSpec, stages: int) -> list[Division]:
     """Returns ways to divide a model's layers: the first is best for decoding, where each token
-    takes the head's product, the last for long prompts, of which only the last token does."""
+    needs the head's matmul, the last for long prompts, where only the last token does."""
     ways = [split_layers(spec, stages, share) for share in HEAD_SHARES]
     return list(dict.fromkeys(ways))
 
@@ -98,10 +98,10 @@ class Told(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """What all stages compute as one, each with its layers.
+    """The work of all stages at one time, each with its layers.
 
-    steps: of the group's batches; entering: batches that are new, by number; leaving: batches that
-    are done.
+    steps: of the group's batches; entering: batches that are new, by number; leaving: finished
+    batches.
     """
 
     number: int
@@ -111,7 +111,7 @@ class Slot:
 
 
 class Slots:
-    """The slots that a stage is told: the steps of its loop, and the batches that arrive.
+    """The slots received by a stage: the steps of its loop, and the batches that arrive.
 
     A thread of its own tells them. plan: into which batches enter.
     """
@@ -145,7 +145,7 @@ class Slots:
             self._changed.notify_all()
 
     def take(self) -> Step | None:
-        """Returns the next step; None if there is none before another slot is told."""
+        """Returns the next step; None if it has to wait for another slot."""
         while True:
             step = next(self._wave, None)
             if step is not None:
@@ -160,7 +160,7 @@ class Slots:
             self._wave = self._steps(slot)
 
     def _enter(self, shapes: Mapping[int, BatchShape]) -> None:
-        """Takes in batches, by number."""
+        """Admits batches, by number."""
         entered = self._admission.enter(
             list(shapes.values()), is_first=not self._going, numbers=list(shapes)
         )
@@ -169,7 +169,7 @@ class Slots:
             running.closing.callback(self._forget, running)
 
     def _forget(self, running: Running) -> None:
-        """Forgets a batch that is done."""
+        """Forgets a finished batch."""
         del self._going[running.number]
         self._dropped.discard(running)
         for key in [key for key in self._numbers if key[0] is running]:
@@ -228,7 +228,7 @@ class Slots:
 
 
 class StageLoop(BlockLoop):
-    """Walks the steps of the slots that a stage is told. Which batches enter and leave is decided
+    """Walks the steps of a stage's slots. Which batches enter and leave is decided
     elsewhere, where the tokens of the last stage are known."""
 
     def __init__(self, plan: BlockPlan, backend: Backend, ledger: Ledger, slots: Slots) -> None:
@@ -246,7 +246,7 @@ class StageLoop(BlockLoop):
 
 
 def told(steps: Sequence[tuple[Running, int]]) -> tuple[Told, ...]:
-    """Returns what stages are told of batches and their tokens."""
+    """Returns the message to stages about batches and their tokens."""
     return tuple(
         Told(running.number, token, running.rows * running.span(token).tokens)
         for running, token in steps

@@ -1,4 +1,4 @@
-"""The weights of visits: what all steps of a layer that follow each other compute with.
+"""The weights of visits: weights shared by consecutive steps of a layer.
 
 They are read from disk two visits ahead, copied to the device one visit ahead, and released after
 the last step. Where few of a layer's experts are chosen, only those are loaded, when it is known
@@ -20,7 +20,7 @@ from flexgen_jax.policy.running import CachedPart, Running
 from flexgen_jax.policy.waves import LookAhead, Step
 
 VisitPart = tuple[int, WeightsPart | CachedPart]
-"""A visit, and what it needs for its batches: a part of the weights, or a prefix's KV blocks. Where
+"""A visit, and its needs: a part of the weights, or a prefix's KV blocks. Where
 nothing is ever loaded, 0 stands for all visits."""
 
 
@@ -44,12 +44,12 @@ class Visits:
         self._rates = plan.setting.experts
         self._has_experts = [layer.experts is not None for layer in plan.spec.layers]
         self._stream: Stream[VisitPart] = Stream(loader, self._start)
-        # What the steps of the visit have taken, and the loads of steps that are alike.
+        # The visit's used loads, and the loads of equal steps.
         self._taken: dict[VisitPart, None] = {}
         self._held: dict[tuple[int, bool, tuple[Running, ...]], list[Handle]] = {}
         self._to_copy: deque[VisitPart] = deque()
         self._bytes_to_copy = self._steps_left = 0
-        # The visits beside which reads and copies have been started, and up to which one is read.
+        # The visits during which reads and copies were started, and the last visit read.
         self._read_for: int | None = None
         self._copied_for: int | None = None
         self._read_until = -1
@@ -72,8 +72,7 @@ class Visits:
         return self._loader.start_kept(part) if part.is_kept else self._loader.start(part)
 
     def _keys(self, step: Step) -> list[VisitPart]:
-        """Returns what a step computes with, without experts that are loaded when they are
-        chosen."""
+        """Returns a step's weights, without experts that are loaded on demand."""
         parts = self._plan.parts[step.layer]
         if self._loads_chosen(step):
             parts = tuple(part for part in parts if part.expert is None)
@@ -82,7 +81,7 @@ class Visits:
         return keys + [(visit, part) for part in step.batch.shared_parts(step.layer)]
 
     def take(self, step: Step) -> list[Handle]:
-        """Returns what all steps of a visit compute with that are like this one; the first of them
+        """Returns the weights for all equal steps of a visit; the first of them
         takes it."""
         alike = (step.layer, self._loads_chosen(step), step.batch.prefixes)
         if alike not in self._held:
@@ -96,8 +95,8 @@ class Visits:
         if visit == self._read_for:
             return
         self._read_for = visit
-        # Embedding and head are read once per block: while they compute, the disk goes on with what
-        # follows.
+        # Embedding and head are read once per batch group: while they compute, the disk continues
+        # with what follows.
         for step in self._ahead.visits(visit, self._plan.ahead.weight_reads):
             if step.visit > self._read_until:
                 self._read_until = step.visit
@@ -119,9 +118,9 @@ class Visits:
         self._steps_left -= 1
 
     def _copy_share(self) -> None:
-        """Starts the copies of the next visit's weights that are to travel beside the coming step:
-        a share of the bytes, so that the steps of this visit have one each, in the order of use, as
-        far as they are read."""
+        """Starts the copies of the next visit's weights that travel during the coming step: an
+        equal share of the bytes per step of this visit, in order of use, as far as they are
+        read."""
         wanted = self._bytes_to_copy / self._steps_left
         while self._to_copy:
             nbytes = self._to_copy[0][1].copied
@@ -165,7 +164,7 @@ class Visits:
         self._read_until = -1
 
     def forget_shared(self, running: Running) -> None:
-        """Forgets what is kept of a prefix that has left, where nothing is ever loaded."""
+        """Drops cached entries of a finished prefix, where nothing is ever loaded."""
         self._held = {key: held for key, held in self._held.items() if running not in key[2]}
         self._stream.keep_only(
             lambda key: not isinstance(key[1], CachedPart) or key[1].state.running is not running,
@@ -248,6 +247,6 @@ class Visits:
 
 
 def _can_be_loaded(key: VisitPart) -> bool:
-    """Returns whether what a visit needs is there: weights, or a prefix that is computed."""
+    """Returns whether a visit's weights are available: weights, or a prefix that is computed."""
     part = key[1]
     return not isinstance(part, CachedPart) or part.state.until == -1

@@ -1,6 +1,6 @@
-"""Steps in their order, and what comes next.
+"""Steps in order, and a look ahead.
 
-A *wave* is one pass through the layers in which every batch that is there advances by one step.
+A *wave* is one pass through the layers; every admitted batch advances by one step.
 Between waves, batches leave and others enter. Schedules differ in when they may enter.
 """
 
@@ -100,8 +100,8 @@ FILLED = 8
 class LookAhead:
     """Takes steps, shows those that come next, and can drop those of a batch.
 
-    counted: the layers whose steps count where look-ahead is limited by a number; the others are
-    shown besides them.
+    counted: the layers whose steps count where look-ahead is limited by a number; all other steps
+    are shown in addition.
     """
 
     def __init__(self, source: Steps, counted: Container[int]) -> None:
@@ -160,8 +160,7 @@ class LookAhead:
         return first
 
     def count_of(self, visit: int) -> int:
-        """Returns how many of the next steps belong to a visit, up to the first one that does
-        not."""
+        """Returns the number of consecutive next steps that belong to a visit."""
         count = 0
         while True:
             for step in islice(self._next, count, None):
