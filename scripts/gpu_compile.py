@@ -5,8 +5,8 @@
 
 For each program: seconds of compiling, kernels that a call launches (a layer's, where one program
 has several), temporaries, and the bytes that the kernels read and write, beside those of arguments
-and results. At the end of each model the largest temporaries are compared with what a plan for it
-counts. Layers of equal shapes are compiled once.
+and results. After each model, the largest temporaries are compared with the plan's. Layers of equal
+shapes are compiled once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # what runs here is the compiler
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # only the compiler runs here
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 sys.path.insert(0, str(Path(__file__).parent / "benchmarks"))
 
@@ -43,12 +43,12 @@ UNPACKING = "unpacking"
 """The program that unpacks a layer for several batches. Its results are counted with the products
 of weights that are not packed."""
 TAIL = 32
-"""Tokens for which the open KV block has room."""
+"""Capacity of the open KV block in tokens."""
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """A compiled program: what it is, and what it costs; bytes but for seconds and counts."""
+    """A compiled program: its identity and cost; bytes but for seconds and counts."""
 
     card: str
     model: str

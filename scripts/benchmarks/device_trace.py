@@ -42,7 +42,7 @@ def united(parts: Iterable[Span]) -> list[Span]:
 
 
 def seconds(parts: Iterable[Span]) -> float:
-    """Returns the seconds during which at least one of the spans goes on."""
+    """Returns the seconds covered by at least one span."""
     return sum(end - start for start, end in united(parts))
 
 

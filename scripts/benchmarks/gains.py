@@ -3,8 +3,8 @@
     python scripts/benchmarks/gains.py --json result.json
 
 OPT-1.3B's shape, for attention OPT-125M's, in bfloat16 and in memory. Each case runs twice, in turn
-in processes of their own: as it is, and with one kernel taken away, so that XLA computes what it
-would have. Speeds are token/s of the phase that the kernel serves, medians over the rounds.
+in processes of their own: with all kernels, and with one kernel removed, so that XLA computes
+instead. Speeds are token/s of the phase that the kernel serves, medians over the rounds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel, and a run in which it has the most to do.
+    """A kernel, and a run that uses it most.
 
     kernel: a method of `Kernels`, or a kind of products; phase: "prefill" or "decode".
     """
@@ -88,7 +88,7 @@ CASES = (
 
 
 def without(kernel: str | Products) -> Callable[..., backend.CpuKernels]:
-    """Returns `CpuKernels` less one of them."""
+    """Returns `CpuKernels` without one kernel."""
     whole = backend.CpuKernels
     if isinstance(kernel, str):
         methods = {kernel: getattr(XlaKernels, kernel)}

@@ -35,7 +35,7 @@ from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.hardware import KernelSizes
 
 TAIL = 32
-"""Tokens for which the open KV block has room."""
+"""Capacity of the open KV block in tokens."""
 
 TIMES = 12
 """Tokens that are timed, after three that are not."""

@@ -5,9 +5,9 @@
 
 In this order: whether copies and computing overlap in a run with weights and KV cache on the host,
 by the device's own trace, and the device's memory against the plan's, before anything else is on
-the device; the links' rates for one large array, for a layer and for both directions at once;
-small copies beside a layer's weights; where pinned arrays begin; equal tokens in 16 bits. On a CPU,
-host and device are kept apart, and the figures say nothing about a GPU.
+the device; the links' rates for one large array, for a layer and for both directions at once; small
+copies during a copy of a layer's weights; where pinned arrays begin; equal tokens in 16 bits. On a
+CPU, host and device are kept apart, and the figures say nothing about a GPU.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ RESIDENT = Policy.from_percent(100, 0, 100, 0, 100, 0, batch_size=1)
 
 @dataclass(frozen=True)
 class Asked:
-    """A model on a card, with weights of so many bits, under a policy, None for the best one."""
+    """A model on a card, with the bits of its weights, and a policy (None: the best)."""
 
     card: str
     model: str
@@ -111,7 +111,7 @@ def problem(asked: Asked, hw: HardwareProfile, prompt_len: int, gen_len: int) ->
 
 
 def row_of(asked: Asked, prompt_len: int, gen_len: int) -> str:
-    """Returns what is predicted, as a row of a table."""
+    """Returns the prediction as a table row."""
     task = problem(asked, known_machine(MACHINES[asked.card]), prompt_len, gen_len)
     policy = asked.policy
     if policy is None:

@@ -1,4 +1,4 @@
-"""GPUs to compile for without having them: XLA takes a card's description in place of the card."""
+"""GPUs to compile for without having them: XLA accepts a card's description instead of the card."""
 
 from __future__ import annotations
 
@@ -114,6 +114,6 @@ def compile_for(
     )
     device = AbstractDevice(device_kind=card.kind, num_cores=card.cores, platform="gpu")
     mesh = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=device)
-    with use_abstract_mesh(mesh):  # by which Pallas learns what it compiles for
+    with use_abstract_mesh(mesh):  # which tells Pallas the target
         lowered = jax.jit(function, donate_argnums=donated).lower(*placed)
         return lowered.compile(compiler_options=options)

@@ -1,8 +1,8 @@
 """Counts the kernels of a program that XLA has compiled for a GPU, and the bytes that they move.
 
-A kernel reads its operands and writes its results once: what is counted are the instructions of the
-scheduled module that launch one, a loop's as often as it runs. Of an operand of which only a slice
-is used, the slice counts, and of a result that is updated in place, the update.
+A kernel reads its operands and writes its results once: counted are the instructions of the
+scheduled module that launch a kernel, in a loop once per iteration. If only a slice of an operand
+is used, the slice counts. If a result is updated in place, the update counts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-#]+) \(.*\) -> .
 
 @dataclass
 class Instruction:
-    """One instruction: bytes of its results, and the names of its operands and of what it calls."""
+    """One instruction: bytes of its results, and the names of its operands and called
+    computations."""
 
     name: str
     opcode: str
@@ -56,7 +57,7 @@ class Instruction:
 
 @dataclass
 class Computation:
-    """Instructions by name, in their order; the last one is the root."""
+    """Instructions by name, in their order; the last instruction is the root."""
 
     instructions: dict[str, Instruction] = field(default_factory=dict)
 
@@ -106,7 +107,7 @@ def _instruction(match: re.Match[str], line: str) -> Instruction:
     number = re.match(r"(\d+)\)", inside)
     leaves = [_leaf_bytes(kind, sizes) for kind, sizes in _LEAF.findall(match["shape"])]
     if 'custom_call_target="__cublas' in attributes:
-        leaves = leaves[:1]  # the other one is room that the library may need
+        leaves = leaves[:1]  # the second result is the library's workspace
     return Instruction(
         name=match["name"],
         opcode=match["opcode"],
@@ -145,7 +146,7 @@ def _cost(computation: Computation, computations: dict[str, Computation]) -> Cos
 def _moved(
     instruction: Instruction, computation: Computation, computations: dict[str, Computation]
 ) -> float:
-    """Returns the bytes that one kernel reads and writes."""
+    """Returns the bytes read and written by a kernel."""
     operands = [computation.instructions[name] for name in instruction.operands]
     if instruction.opcode != "fusion":
         if instruction.opcode in SLICES:
@@ -174,7 +175,7 @@ def _read(fused: Computation, number: int, nbytes: float) -> float:
 
 
 def _users(fused: Computation, name: str) -> list[tuple[Instruction, bool]]:
-    """Returns what takes an instruction's result, views left out, and whether as its first
+    """Returns the consumers of an instruction's result (without views), and whether as the first
     operand."""
     users = []
     for user in fused.instructions.values():

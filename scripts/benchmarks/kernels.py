@@ -56,7 +56,7 @@ def layer_weights(hidden: int, seed: int) -> list[jax.Array]:
 
 
 def products(kernels: Kernels, bits: int, x: jax.Array, weights: Layer) -> jax.Array:
-    """Computes a layer's six products, each depending on the one before as in a model.
+    """Computes a layer's six matmuls, each depending on the previous one as in a model.
 
     The numbers have the size that layer norms give them, so products of integers have hardly any
     outliers.
@@ -177,7 +177,7 @@ def measure_attention(
     samples: dict[str, list[float]] = {}
     runs = attention_runs(dtype, bits, tokens)
     for turn in range(-1, repeat):
-        # Each turn has several calls: after the first, the threads of the one before sleep.
+        # Each turn has several calls: after the first call, the other variant's threads sleep.
         for name, run in runs.items():
             for side in range(len(sides)):
                 seconds = timed(run, sides[side], sides[side - 1])

@@ -3,9 +3,8 @@
     python scripts/benchmarks/latent_attention.py --batch 4 --tokens 2048 --json result.json
 
 128 query heads attend to one key of 576 elements, whose first 512 are the value, so that computing
-binds and not reading. The rate stands beside that of a product of as many rows, in the same run,
-and beside attention by XLA's own code and on the host's path. Figures are medians of alternating
-runs.
+binds and not reading. The rate is compared with a matmul of the same number of rows in the same
+run, with XLA's attention, and with the host's path. Figures are medians of alternating runs.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ SPEC = LatentAttentionSpec(
 
 
 def runs(batch: int, tokens: int, dtype: str) -> dict[str, tuple[Callable[[], Any], float]]:
-    """Returns what is timed, by name, and its FLOPs."""
+    """Returns the timed functions by name, and their FLOPs."""
     kernels, keys = kernels_of_device(), jax.random.split(jax.random.key(0), 4)
     query = jax.random.normal(keys[0], SPEC.query_shape(batch), dtype) * SPEC.scale
     block = jax.random.normal(keys[1], (batch, 1, tokens, SPEC.head_dim), dtype)

@@ -39,7 +39,7 @@ def llama_tensors(raw: Mapping[str, Any]) -> Iterator[tuple[str, Shape, str]]:
 
 
 def gpt_oss_tensors(raw: Mapping[str, Any]) -> Iterator[tuple[str, Shape, str]]:
-    """Yields names, shapes and types of gpt-oss's tensors, as it is published."""
+    """Yields names, shapes and types of gpt-oss's published tensors."""
     hidden, width, experts = raw["hidden_size"], raw["intermediate_size"], raw["num_local_experts"]
     queries = raw["num_attention_heads"] * raw["head_dim"]
     kv = raw["num_key_value_heads"] * raw["head_dim"]

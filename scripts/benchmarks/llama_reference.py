@@ -46,7 +46,7 @@ TOGETHER = 2048
 
 class Peer:
     """A model in llama.cpp, and one context for `batch` sequences; is_mapped: whether weights stay
-    where the file is mapped, and get no other layout in memory, which holds all of them."""
+    in the mapped file instead of being repacked in memory, which must then hold all weights."""
 
     def __init__(
         self, file: Path, batch: int, tokens: int, vocabulary: int, is_mapped: bool
@@ -71,7 +71,7 @@ class Peer:
 
     def advance(self, tokens: list[tuple[int, int, int, bool]]) -> list[int]:
         """Computes tokens, each with its position, sequence, and whether its logits are wanted;
-        returns the likeliest next token for each of these."""
+        returns the most likely next token for each."""
         for index, (token, position, sequence, is_wanted) in enumerate(tokens):
             self.room.token[index], self.room.pos[index] = token, position
             self.room.n_seq_id[index], self.room.seq_id[index][0] = 1, sequence
@@ -104,7 +104,7 @@ class Peer:
 
 
 def requantized(file: Path, kind: str) -> Path:
-    """Returns the file's weights in another of llama.cpp's formats, made by it beside the file."""
+    """Returns the file's weights in another format, converted by llama.cpp next to the file."""
     made = file.with_suffix(f".{kind}.gguf")
     if not made.exists():
         import llama_cpp

@@ -1,11 +1,11 @@
-"""Runs two stages over a slow network, beside two runs that need none (FlexGen, figure 4).
+"""Runs two stages over a slow network, next to two independent runs (FlexGen, figure 4).
 
     python scripts/benchmarks/network.py --json result.json     as root: it makes network namespaces
 
 Both stages have a core each, and two namespaces of this machine with a link whose rate is limited
 (tc tbf). Delays are the link's (tc netem) where the kernel has that; elsewhere the second stage
-waits before each shift, which delays the hidden states that come with it. The other side has the
-same cores: two runs at once, each of the whole model and half of the prompts.
+waits before each shift, which delays the hidden states that come with it. The independent runs have
+the same cores: two runs at once, each of the whole model and half of the prompts.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python scripts/benchmarks/one_program.py
 
 One sequence, fp32, greedy. The program takes a token and all keys and values, and returns the next
-token; it is what somebody would write who has only a small OPT that stays in memory. It runs as XLA
+token; this is the program for a single small OPT that stays in memory. It runs as XLA
 compiles it by default, and without the library for products that XLA takes by default (YNNPACK).
 PyTorch's transformers run too where they are installed. All runs take turns.
 """

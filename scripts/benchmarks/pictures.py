@@ -75,7 +75,7 @@ def draw_frontier(content: dict[str, Any], axes: Any) -> None:
 
 
 def draw_utilisation(events: list[dict[str, Any]], start: float, length: float, axes: Any) -> None:
-    """Draws, for each resource and content, the share of every moment in which it was busy."""
+    """Draws the utilization over time of each resource and content."""
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = [e for e in events if e["ph"] == "X"]
     first = min(e["ts"] for e in spans) / 1e6 + start

@@ -1,4 +1,4 @@
-"""Times products with kernel weights against what the processor can do, and against XLA's own code.
+"""Times matmuls with kernel weights, next to the processor's peak and XLA's code.
 
     python scripts/benchmarks/products.py
 
@@ -8,8 +8,8 @@ measured in the same run. XLA's code alternates with ours, and its time stands f
 leave a product to it.
 
 `NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` hold our code to a smaller processor's units, as in
-`NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c,+bmi,+bmi2`. XLA's products use all
-units that the processor has, whatever these say.
+`NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c,+bmi,+bmi2`. XLA's matmuls use all
+units of the processor regardless of these variables.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The roofline of a run: bytes over bandwidth and FLOPs over peak, nothing else.
 
-The cost model says what to expect; the roofline says what is possible. Every resource is as fast
+The cost model says what to expect; the roofline is the upper bound. Every resource is as fast
 as its best measurement in the profile, RAM as its measurement of the largest size, and all of them
 work at once, in each of the two phases. A run can beat it if the machine is faster than when it was
 profiled, or if the page cache helps.
@@ -30,7 +30,7 @@ def roofline(setting: Setting, policy: Policy, workload: Workload, hw: HardwareP
         machine the weights in RAM, too.
     disk_read: reading the weights and full KV blocks that the policy keeps on disk, once a step,
         and the tables of embedding and head once a block.
-    host_to_device: copying what is not on the device; 0 on a unified machine.
+    host_to_device: copies to the device; 0 on a unified machine.
     """
     costs = Costs(setting, policy, hw)
     rows, later = workload.num_sequences, workload.gen_len - 1
@@ -39,7 +39,7 @@ def roofline(setting: Setting, policy: Policy, workload: Workload, hw: HardwareP
     layers = len(decoders)
     ends = (*costs.spec.embedding.large, *head.large)
     tables = {t.key: costs.formats.weight(t).nbytes for t in ends}  # a shared one is read once
-    # Tokens before the new one, and those of them in open blocks, added up over the decode steps.
+    # Cached tokens, and cached tokens in open blocks, summed over the decode steps.
     before = later * workload.prompt_len + later * (later - 1) // 2
     open_ = sum(new % policy.kv_block_tokens for new in range(later))
     each = layers * costs.mean(lambda layer: costs.kv_bytes(layer, rows, 1))

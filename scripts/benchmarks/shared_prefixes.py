@@ -73,7 +73,7 @@ def measure(options: argparse.Namespace, shares: bool) -> dict[str, Any]:
 
 
 def measure_round(options: argparse.Namespace, said: list[int]) -> dict[str, Any]:
-    """Returns the figures of one round of a conversation, and what has been said after it."""
+    """Returns the figures of one round of a conversation, and the conversation after it."""
     params = SamplingParams(max_tokens=options.new_tokens, ignore_eos=True)
     with LLM(
         options.model,
@@ -103,7 +103,7 @@ def measure_round(options: argparse.Namespace, said: list[int]) -> dict[str, Any
 
 
 def converse(options: argparse.Namespace) -> None:
-    """Measures a conversation, each round of which is a process."""
+    """Measures a conversation with one process per round."""
     draw, said = random.Random(2), list[int]()  # noqa: S311
     for number in range(options.rounds):
         count = options.document_tokens if not number else options.question_tokens
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--question-tokens", type=int, default=30)
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--texts", type=int, default=1, help="texts of each prompt")
-    parser.add_argument("--rounds", type=int, help="of a conversation, in place of documents")
+    parser.add_argument("--rounds", type=int, help="of a conversation, instead of documents")
     parser.add_argument("--memory", type=parse_bytes, help="bytes of the cgroup")
     parser.add_argument("--host-memory")
     parser.add_argument("--offload-dir")

@@ -1,4 +1,4 @@
-"""Measures guessed tokens: how many a pass finds, and what that brings where weights are on disk.
+"""Measures guessed tokens: tokens per pass, and the speedup with weights on disk.
 
     python scripts/benchmarks/speculation.py acceptance
     python scripts/benchmarks/speculation.py speed --memory 1GB --folder /ssd/off
@@ -9,7 +9,7 @@ OPT-1.3B's with random weights, whose own texts are guessed so that the share `-
 guesses is right. As root, runs with weights on disk are held to a memory cgroup.
 
 What acceptance allows: the tokens that a pass finds over the seconds of a pass without guesses and
-those of guessing. "of that" is what the run reaches of it.
+those of guessing. "of that" is the fraction reached by the run.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Measured:
     def __init__(
         self, llm: LLM, prompts: Sequence[Any], params: SamplingParams, warms: bool
     ) -> None:
-        for _ in range(1 + warms):  # the first one compiles
+        for _ in range(1 + warms):  # the first run compiles
             drop_page_cache()
             if isinstance(prompts[0], str):
                 asked = [[{"role": "user", "content": text}] for text in prompts]
@@ -140,7 +140,7 @@ def acceptance(tokens: int) -> Iterator[dict[str, Any]]:
 
 
 def compared(off: Measured, on: Measured, sequences: int) -> dict[str, Any]:
-    """What a run with guesses is beside one without."""
+    """A run with drafts compared with a run without."""
     passes = on.drafts["all_passes"] / sequences
     pass_s = off.report["decode_s"] / off.report["decode_steps"]
     allowed = on.found * sequences / (pass_s + on.drafts["guess_s"] / passes)

@@ -1,10 +1,10 @@
-"""Streams layers of OPT-1.3B's size from disk by `TieredParams`, beside the disk's own rate, a loop
-of `numpy.memmap` and `jax.device_put`, and the engine.
+"""Streams layers of OPT-1.3B's size from disk with `TieredParams`, compared with the disk's rate, a
+loop of `numpy.memmap` and `jax.device_put`, and the engine.
 
     python scripts/benchmarks/streaming.py --memory 2GB --folder /ssd/off
 
 Four passes through 24 layers: reading alone, computing alone with the same layers in memory, both,
-and the loop. What overlaps is hidden: (reading + computing - both) / the smaller of the two. As
+and the loop. Overlapping work is hidden: (reading + computing - both) / the smaller of the two. As
 root the run is held to a memory cgroup, and the page cache is dropped before each pass.
 """
 
@@ -81,7 +81,7 @@ def by_memmap(folder: Path, x: jax.Array) -> jax.Array:
 
 
 def of_engine(folder: Path) -> dict[str, float]:
-    """Returns the bytes that the engine reads a second while it decodes, beside its own layers."""
+    """Returns the engine's bytes read per second while decoding."""
     policy = Policy.from_percent(0, 0, 100, 0, 100, 0, batch_size=1)
     params = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
     options: dict[str, Any] = {"dummy_weights": True, "policy": policy, "offload_dir": folder}

@@ -2,9 +2,9 @@
 
     python scripts/benchmarks/two_stages.py --json result.json    as root: it makes memory cgroups
 
-OPT-1.3B's shape in 16 bits: half of its layers fit into 2.5 GB, all of them do not. Both sides
-choose their own plans. Each stage has a cgroup of its own, page cache included. The machine is
-measured first, by two processes at once that have a core and 2.5 GB each, as stages have.
+OPT-1.3B's shape in 16 bits: half of its layers fit into 2.5 GB, the whole model does not. Both
+sides choose their own plans. Each stage has a cgroup of its own, page cache included. The machine
+is measured first, by two processes at once that have a core and 2.5 GB each, as stages have.
 """
 
 from __future__ import annotations

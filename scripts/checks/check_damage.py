@@ -31,7 +31,7 @@ LIMIT_S = 120.0
 
 
 class Trial(NamedTuple):
-    """A way to use what is stored. kinds: patterns of the files of which one each is damaged."""
+    """A command that uses stored files. kinds: file patterns; one file of each is damaged."""
 
     name: str
     kinds: tuple[str, ...]
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def fault_of(found: tuple[int, str, str], expected: tuple[int, str, str]) -> str:
-    """Returns what is wrong with a run, "" if nothing is."""
+    """Returns a run's fault, "" without one."""
     status, output, messages = found
     if status < 0 or "Traceback" in messages:
         return f"status {status}, {messages[-500:]}"
@@ -96,7 +96,7 @@ def fault_of(found: tuple[int, str, str], expected: tuple[int, str, str]) -> str
 
 
 def damage(rng: random.Random, home: Path, kind: str) -> str:
-    """Damages a random file of a kind; returns what was done."""
+    """Damages a random file of a kind; returns a description of the damage."""
     files = sorted(path for path in home.glob(kind) if path.is_file() and path.stat().st_size > 1)
     if not files:
         return f"nothing is left of {kind}"

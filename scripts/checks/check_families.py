@@ -82,7 +82,7 @@ def by_tiers(folder: Path) -> Iterator[list[list[int]]]:
 
 
 def with_guesses(folder: Path, reference: Reference) -> Iterator[list[list[int]]]:
-    """Yields the tokens of every prompt with guesses, every fifth of which is wrong, for each
+    """Yields the tokens of every prompt with drafts, every fifth draft wrong, for each
     placement."""
     texts = [[*p, *ids] for p, ids in zip(prompts(), reference.tokens, strict=True)]
     drafting.LookupDrafter = lambda: Scripted(texts, wrong=5)  # type: ignore[assignment, misc]

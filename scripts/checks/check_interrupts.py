@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 EARLIEST_S, LATEST_S = 0.05, 8.0
-"""Moments of Ctrl-C. Before the first one, Python itself is starting, without any of our code."""
+"""Moments of Ctrl-C. Earlier, Python itself is starting, without any of our code."""
 
 LIMIT_S = 3.0
 

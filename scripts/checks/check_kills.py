@@ -2,9 +2,9 @@
 
     python scripts/checks/check_kills.py --runs 200
 
-Each run is killed once or twice, at moments between its start and its usual end, and then resumed
-until it is done. Every line must have exactly one record, with the tokens, the texts and, to 1e-4,
-the log-probabilities of a job that nobody killed.
+Each run is killed once or twice between its start and its usual end, and then resumed until it is
+finished. Every line must have exactly one record, with the tokens, the texts and, to 1e-4, the
+log-probabilities of a job that nobody killed.
 """
 
 from __future__ import annotations

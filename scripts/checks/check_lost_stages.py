@@ -3,8 +3,8 @@
     python scripts/checks/check_lost_stages.py
 
 After SIGKILL every process must be gone within ten seconds, after SIGSTOP within thirty, with exit
-code 1 and the stage's name. Then the job goes on, and must end with the texts of one that nobody
-disturbed.
+code 1 and the stage's name. Then the job is resumed, and must give the results of an undisturbed
+job.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def texts(folder: Path, out: str, stages: int) -> dict[str, list[int]]:
 
 
 def said_until(process: subprocess.Popen[bytes], pattern: re.Pattern[str]) -> None:
-    """Reads what a process says on stderr until a pattern is in it."""
+    """Reads a process's stderr until a pattern matches."""
     assert process.stderr is not None
     said = ""
     while not pattern.search(said):
@@ -73,8 +73,8 @@ def is_gone(number: int) -> bool:
 
 
 def disturbed(folder: Path, stages: int, stage: int, how: signal.Signals, phase: str) -> float:
-    """Runs a job, and sends a stage a signal in a phase; returns the seconds until no process is
-    left. Exits if the job does not end as it should."""
+    """Runs a job, and sends a stage a signal in a phase; returns the seconds until all processes
+    have exited. Exits if the job does not end as it should."""
     process = subprocess.Popen(command(folder, "out.jsonl", stages), stderr=subprocess.PIPE)
     assert process.stderr is not None
     said_until(process, PHASES[phase])

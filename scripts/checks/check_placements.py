@@ -42,7 +42,7 @@ FORMATS = {
 
 
 def policies(is_quick: bool) -> Iterator[dict[str, Any]]:
-    """Yields the arguments in which policies differ from the resident run's."""
+    """Yields the policy arguments that differ from the resident run's."""
     placements, overlaps = (QUICK, (True,)) if is_quick else (PLACEMENTS, (True, False))
     for percent, schedule, overlap in product(placements, SCHEDULES, overlaps):
         for attention in ("device", "host") if percent[2] < 100 else ("auto",):

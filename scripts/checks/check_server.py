@@ -1,4 +1,4 @@
-"""Checks the server under load: clients at once, some of which leave, and nonsense.
+"""Checks the server under load: clients at once, some disconnecting, and invalid requests.
 
     python scripts/checks/check_server.py [REQUESTS]
 
@@ -87,7 +87,7 @@ def _under_load(
 
 
 def _asked(client: httpx.Client, address: str, prompt: str, length: int, right: str) -> str:
-    """Asks for a text; returns what came of it."""
+    """Asks for a text; returns the outcome."""
     rng = random.Random(prompt)  # noqa: S311 - no secret
     if rng.random() < 0.2:
         answer = client.post(address, content=rng.choice(NONSENSE))

@@ -1,9 +1,9 @@
-"""Checks that texts do not depend on what runs beside them.
+"""Checks that completions do not depend on concurrent requests.
 
 Requests with prompts and texts of random lengths come at random times through `LLM.stream`, under
-many placements and schedules, with and without overlap; every token must be that of a run in which
-each request is alone. Where one differs, it counts as a tie if a run in which the two tokens are
-scored gives them log-probabilities within 1e-4 of each other.
+many placements and schedules, with and without overlap; every token must equal that of a run with a
+single request. Where one differs, it counts as a tie if a run in which the two tokens are scored
+gives them log-probabilities within 1e-4 of each other.
 
     python scripts/checks/check_waves.py               20 requests: every combination of placement,
                                                 schedule, overlap and chunk of prompts
@@ -86,7 +86,7 @@ def run(asked: Sequence[Request], policy: Policy, unified: bool, seed: int) -> T
 
 
 def alone(asked: Sequence[Request], seed: int) -> Tokens:
-    """Runs each request by itself. All are continued as far as the longest, and then cut, so that
+    """Runs each request alone. All are continued as far as the longest, and then cut, so that
     few shapes are compiled: a text depends on no limit but by its length."""
     limits = {r.id: r.sampling_params.max_tokens for r in asked}
     longest = max(limits.values())

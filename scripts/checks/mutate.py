@@ -4,9 +4,9 @@
     python scripts/checks/mutate.py --only flexgen_jax/policy/memory.py:240 --limit 600
     python scripts/checks/mutate.py --tests ../another_checkout
 
-Draws mutants, from each room as many as its share of the places that can be changed, and runs the
-room's tests on each in a temporary copy, the quickest first, as measured there without a mutant.
-What no test has noticed within --limit seconds counts as timed out: try it again with a longer one.
+Draws mutants from each room in proportion to its mutable places. Runs the room's tests on each
+mutant in a temporary copy, fastest first, as measured without a mutant. A mutant that survives for
+--limit seconds counts as timed out: try it again with a longer one.
 """
 
 from __future__ import annotations
@@ -182,7 +182,8 @@ def pytest(copy: Path, arguments: list[str], limit: float | None = None) -> dict
 
 
 def make_copy(copy: Path, checkout: Path) -> None:
-    """What tests need, and the proof that they use it. checkout: where the tests are from."""
+    """Copies the files that tests need, and checks that they are used. checkout: where the tests
+    are from."""
     for name in ("flexgen_jax", "docs", "scripts", "tests"):
         source = ROOT if name == "flexgen_jax" else checkout
         shutil.copytree(source / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -195,7 +196,7 @@ def make_copy(copy: Path, checkout: Path) -> None:
 
 
 def quickest_first(copy: Path, *places: str) -> list[str]:
-    """The test functions there, all of which must pass, in the order of their seconds."""
+    """The test functions there, fastest first; all must pass."""
     report = copy / ".report.xml"
     taken: defaultdict[str, float] = defaultdict(float)
     result = pytest(copy, [f"--junitxml={report}", *places])
@@ -232,7 +233,7 @@ def main() -> None:
             room: [m for m in all_ if str(m).startswith(asked)] for room, all_ in found.items()
         }
     results: list[dict[str, Any]] = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was begun is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that child processes are stopped
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         copy = Path(folder).resolve()
         make_copy(copy, options.tests)

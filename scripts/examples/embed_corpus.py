@@ -2,9 +2,9 @@
 
     python scripts/examples/embed_corpus.py README.md --output vectors.npy --layers 24 --width 1024
 
-All lines go through a layer before the next one is loaded, so that the weights are read once for
-the whole corpus; what lies between two layers is kept in tiers, too (FlexGen, section 3: a schedule
-by columns). The model has random weights: put your own layers in place of `layers`.
+All lines go through a layer before the next layer is loaded, so the weights are read once for the
+whole corpus; what lies between two layers is kept in tiers, too (FlexGen, section 3: a schedule by
+columns). The model has random weights: replace `layers` with your own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ APPLY = jax.jit(Block().apply)
 
 
 def layers(count: int, width: int) -> Iterator[tuple[str, Any]]:
-    """Yields layers of random weights, made one after the other."""
+    """Yields layers of random weights, one at a time."""
     sizes = jnp.zeros((1, 1, width)), jnp.ones((1, 1), bool)
     init = jax.jit(lambda key: Block().init(key, *sizes))
     for number in range(count):

@@ -2,8 +2,8 @@
 
     python scripts/examples/stream_layers.py --layers 24 --width 2048 --host 0.2 --api nnx
 
-The layers have random weights and are made one after the other, so that no more than one is in
-memory. They are streamed: while one computes, the next ones are read.
+The layers have random weights and are made one at a time, so that at most one is in memory. They
+are streamed: while one computes, the next ones are read.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NnxBlock(nnx.Module):
 
 
 def linen_layers(count: int, width: int) -> tuple[Iterator[tuple[str, Any]], Apply]:
-    """Returns layers, to be made one after the other, and what applies one."""
+    """Returns an iterator of layers, and a function that applies a layer."""
     block = LinenBlock()
     init = jax.jit(lambda key: block.init(key, jnp.zeros((1, 1, width))))
     layers = ((f"layer {n}", init(jax.random.key(n))) for n in range(count))
@@ -60,7 +60,7 @@ def nnx_layers(count: int, width: int) -> tuple[Iterator[tuple[str, Any]], Apply
 
 
 def run(params: TieredParams, apply: Apply, x: jax.Array) -> jax.Array:
-    """Returns what the layers make of x, [batch, token, width]."""
+    """Returns the layers' output for x, [batch, token, width]."""
     for _, layer in params.stream():
         x = apply(layer, x)
     return x

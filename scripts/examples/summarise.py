@@ -4,7 +4,7 @@
 
 Each *.txt of the folder is cut into pieces; all pieces are summarised in one job, and then the
 summaries of each text's pieces in another, until one is left for each text. A model with a chat
-template is asked as in a conversation. Jobs that are broken off go on with the same command.
+template is asked as in a conversation. Interrupted jobs resume with the same command.
 """
 
 from __future__ import annotations

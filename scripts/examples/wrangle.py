@@ -6,7 +6,7 @@ for each row.
 match: do the columns a and b name the same thing? impute: what belongs into the column that is
 left empty? errors: is there an error in the row? Without --data, a small table is made up. The
 first rows of the table are the examples, and the last column has the answers, so that the accuracy
-can be told. Requests and results lie in --folder, and a job that is broken off goes on.
+can be told. Requests and results lie in --folder, and an interrupted job resumes.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def _clean(text: str) -> str:
 
 
 def _strip_gutenberg(text: str) -> str:
-    """Keeps what lies between the START and END markers, less credits and pictures."""
+    """Keeps the text between the START and END markers, without credits and pictures."""
     start = re.search(r"^\*\*\* ?START OF TH(?:IS|E) PROJECT GUTENBERG.*$", text, re.M)
     text = text[start.end() :] if start else text
     end = re.search(
@@ -170,8 +170,8 @@ def fetch_corpus(folder: Path) -> list[str]:
 
 
 def split_corpus(documents: list[str]) -> tuple[list[str], str]:
-    """Holds out every twentieth work; returns the other works, and the held-out text, which is the
-    beginning of each held-out work."""
+    """Holds out every twentieth work; returns the remaining works, and the held-out text (the
+    beginning of each held-out work)."""
     heldout = documents[::HELDOUT_EVERY]
     train = [text for i, text in enumerate(documents) if i % HELDOUT_EVERY]
     return train, "\n".join(text[:HELDOUT_CHARACTERS] for text in heldout)

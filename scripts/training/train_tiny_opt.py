@@ -42,7 +42,7 @@ from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.policy.hardware import KernelSizes
 
 KERNELS = XlaKernels(KernelSizes())
-"""XLA's own code: what is trained must have gradients."""
+"""XLA's own code: trained parameters must have gradients."""
 
 Params = dict[str, Any]
 HEAD_DIM = 64
@@ -115,7 +115,7 @@ def grown(config: ModelConfig, params: Params, source: Path) -> Params:
     model's shapes.
 
     Each layer is followed by copies of itself that add nothing yet, since their last matrices are
-    zero; so the model computes what the smaller one does, and learns from there.
+    zero; so the model starts with the smaller model's function.
     """
     stored = load_file(source / "model.safetensors")
     smaller = read_config(json.loads((source / "config.json").read_text()))
