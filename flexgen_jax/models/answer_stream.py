@@ -49,13 +49,13 @@ class Pieces:
         text = self._tokenizer.decode(self._ids[self._start :])
         if text.endswith(UNFINISHED) and not is_last:
             return ""
-        new = text[len(before) :]
-        if new or is_last:
+        new_text = text[len(before) :]
+        if new_text or is_last:
             self._start = max(self._start, self._shown - CONTEXT)
             self._shown = len(self._ids)
             del self._ids[: self._start]
             self._shown, self._start = self._shown - self._start, 0
-        return new
+        return new_text
 
 
 class AnswerStream:
@@ -133,11 +133,13 @@ class AnswerStream:
         if self._phase == "start":
             text = self._held.lstrip()
             possible = [mark for mark in MARKS if mark.startswith(text)]
-            begun = max((mark for mark in MARKS if text.startswith(mark)), key=len, default=None)
-            if begun is not None and not any(len(mark) > len(begun) for mark in possible):
-                rest = text.removeprefix(begun)
-                self._begin(begun)
-                self._held = rest
+            open_mark = max(
+                (mark for mark in MARKS if text.startswith(mark)), key=len, default=None
+            )
+            if open_mark is not None and not any(len(mark) > len(open_mark) for mark in possible):
+                text_after = text.removeprefix(open_mark)
+                self._begin(open_mark)
+                self._held = text_after
             elif possible and not is_last:
                 return
             else:
@@ -165,10 +167,10 @@ class AnswerStream:
     ) -> Iterator[Piece]:
         """Yields the pending characters, up to a stop string, or up to a possible beginning of a
         stop string or mark."""
-        places = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        kept = 0 if is_last else _beginning_of(self._held, (*marks, *self._stops))
-        kept = len(self._held) - min(places) if places else kept
-        shown, self._held = _cut(self._held, kept)
+        places = [position for stop in self._stops if (position := self._held.find(stop)) >= 0]
+        num_pending = 0 if is_last else _beginning_of(self._held, (*marks, *self._stops))
+        num_pending = len(self._held) - min(places) if places else num_pending
+        shown, self._held = _cut(self._held, num_pending)
         if places:
             self._phase, self._held = "ended", ""
         if shown:

@@ -98,8 +98,8 @@ class ChatTemplate:
             if not chat:
                 raise ValueError("the conversation has no message")
             final = _mark_final(chat, options.continues_final) if options.continues_final else ""
-            made = self._rendered(source, chat, options)
-            return _unmarked(made, final) if options.continues_final else made
+            rendered = self._rendered(source, chat, options)
+            return _unmarked(rendered, final) if options.continues_final else rendered
         except (
             TemplateError,
             TypeError,
@@ -137,25 +137,25 @@ class ChatTemplate:
     def _rendered(self, source: str, chat: list[dict[str, Any]], options: ChatOptions) -> str:
         from jinja2 import UndefinedError
 
-        for name, given in (("tools", options.tools), ("documents", options.documents)):
-            if not all(isinstance(each, Mapping) for each in given or ()):
+        for name, objects in (("tools", options.tools), ("documents", options.documents)):
+            if not all(isinstance(entry, Mapping) for entry in objects or ()):
                 raise ValueError(f"{name} must be objects, such as JSON schemas of functions")
         moment = options.now or datetime.now()
         begins = options.adds_generation_prompt and not options.continues_final
-        told = {
+        variables = {
             "strftime_now": moment.strftime,
             "tools": _plain(options.tools),
             "documents": _plain(options.documents),
             "add_generation_prompt": begins,
         }
-        for name in (*told, "messages"):
+        for name in (*variables, "messages"):
             if name in options.variables and name not in self._tokens:
                 raise ValueError(f"{name!r} is reserved and cannot be a variable")
-        told |= self._tokens | _plain(options.variables)
+        variables |= self._tokens | _plain(options.variables)
         environment, template = _compiled(source)
         lists = [m for m in chat if isinstance(m.get("content"), _Parts)]
         try:
-            made = environment.rendered(template, {"messages": chat, **told})
+            rendered = environment.rendered(template, {"messages": chat, **variables})
             wrong = [m for m in lists if m["content"].is_written and not m["content"].is_walked]
         except (TypeError, UndefinedError):  # such as adding a list or None with "+"
             wrong = [m for m in lists if not m["content"].is_walked]
@@ -164,14 +164,14 @@ class ChatTemplate:
                 raise
             for message in empty:
                 message["content"] = ""
-            whole = {"messages": chat, **told}
-            made = "" if wrong else environment.rendered(template, whole)
+            whole = {"messages": chat, **variables}
+            rendered = "" if wrong else environment.rendered(template, whole)
         if not wrong:
-            return made
+            return rendered
         for message in wrong:
             message["content"] = message["content"].joined()
         self.joins_parts = True
-        return environment.rendered(template, {"messages": chat, **told})
+        return environment.rendered(template, {"messages": chat, **variables})
 
 
 class _Parts(list[Any]):
@@ -203,12 +203,12 @@ class _Parts(list[Any]):
     def joined(self) -> str:
         """The texts of all parts, a line each; raises `ValueError` for a part without a text."""
         texts = []
-        for part in list.__iter__(self):
-            text = part if isinstance(part, str) else dict(part).get("text")
+        for piece in list.__iter__(self):
+            text = piece if isinstance(piece, str) else dict(piece).get("text")
             if not isinstance(text, str):
-                kind = part.get("type") if isinstance(part, Mapping) else part
+                part_type = piece.get("type") if isinstance(piece, Mapping) else piece
                 raise ValueError(
-                    f"it accepts only text, but a message has a part of type {kind!r}; send "
+                    f"it accepts only text, but a message has a part of type {part_type!r}; send "
                     "text parts only"
                 )
             texts.append(text)
@@ -285,8 +285,8 @@ def _mark_final(chat: list[dict[str, Any]], wanted: bool | str) -> str:
             if message.get(name) == content:
                 message[name] = content + CONTINUED
         return content
-    parts = list.__iter__(content) if isinstance(content, list) else ()
-    texts = [p for p in parts if isinstance(p, dict) and isinstance(p.get("text"), str)]
+    pieces = list.__iter__(content) if isinstance(content, list) else ()
+    texts = [p for p in pieces if isinstance(p, dict) and isinstance(p.get("text"), str)]
     if not texts:
         raise ValueError(f"the last message has no {field_name} to continue")
     final: str = texts[-1]["text"]
@@ -297,10 +297,10 @@ def _mark_final(chat: list[dict[str, Any]], wanted: bool | str) -> str:
 def _unmarked(made: str, final: str) -> str:
     """Returns the text before the mark; blanks before it are as the template left them. final: the
     message's own text."""
-    at = made.rfind(CONTINUED.strip())
-    if at < 0 or final.strip() not in made:
+    position = made.rfind(CONTINUED.strip())
+    if position < 0 or final.strip() not in made:
         raise ValueError("it changes the last message, which can therefore not be continued")
-    return made[:at] if made.startswith(CONTINUED, at) else made[:at].rstrip()
+    return made[:position] if made.startswith(CONTINUED, position) else made[:position].rstrip()
 
 
 @lru_cache(maxsize=16)
@@ -358,9 +358,9 @@ def _refuse(message: str) -> NoReturn:
 def _read(folder: Path) -> dict[str, str]:
     """Returns a folder's templates by name; those in files of their own come first."""
     sources: dict[str, str] = {}
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-        sources[DEFAULT] = _text(own)
+    main_file = folder / "chat_template.jinja"
+    if main_file.is_file():
+        sources[DEFAULT] = _text(main_file)
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
         sources[path.stem] = _text(path)
     if sources:

@@ -173,13 +173,13 @@ class Checkpoint:
     ) -> tuple[Stored, str | None]:
         """Returns the first layout whose name is stored, one with the stored shape before others:
         the same experts are stored transposed and not."""
-        there = [(stored, full) for stored, full in named if full is not None]
+        stored_names = [(stored, full) for stored, full in named if full is not None]
         fitting = (
             (stored, full)
-            for stored, full in there
+            for stored, full in stored_names
             if full in self._tensors and self._tensors.shape(full) == stored.shape(tensor)
         )
-        return next(fitting, there[0] if there else named[0])
+        return next(fitting, stored_names[0] if stored_names else named[0])
 
     def _head_as_table(self, key: str) -> str | None:
         """Returns the head's stored name where it is tied, and the only one of both that is
@@ -189,22 +189,24 @@ class Checkpoint:
         return self._full_name(str(family_of(self.config).names["head.tokens"]))
 
     def _missing(self, key: str, name: str) -> CheckpointError:
-        said = f"{self.folder}: tensor {name!r} is missing"
+        message = f"{self.folder}: tensor {name!r} is missing"
         if key == "head.tokens":
-            said += (
+            message += (
                 "; config.json says that the head has a table of its own: if it is the "
                 'embedding\'s, set "tie_word_embeddings": true there'
             )
-        return CheckpointError(said)
+        return CheckpointError(message)
 
     def _pass_over(self, known: set[str]) -> None:
         """Notes which stored tensors are useless; raises `CheckpointError` if it is unknown."""
         family, count = family_of(self.config), len(self.config.pattern)
         tied = {family.names["head.tokens"]} if self.config.tied_head else set()
         packed = self._tensors.packed
-        used = {part for name in known & set(packed) for part in packed[name].names}
+        used_names = {
+            array_name for name in known & set(packed) for array_name in packed[name].names
+        }
         useless = []
-        for full in sorted(set(self._tensors) - known - used):
+        for full in sorted(set(self._tensors) - known - used_names):
             bare = family.bare_name(full)
             if bare in tied or full.endswith(ALWAYS_BESIDE):
                 continue
@@ -212,12 +214,12 @@ class Checkpoint:
                 path = self._tensors.path(full)
                 raise CheckpointError(f"{path}: tensor {full!r} is not part of the model")
             useless.append(full)
-        told = [name for name in useless if not name.endswith(BUFFERS)]
-        if told:
-            kinds = dict.fromkeys(re.sub(r"\d+", "*", name) for name in told)
-            shown = ", ".join(list(kinds)[:4]) + (", ..." if len(kinds) > 4 else "")
+        reported = [name for name in useless if not name.endswith(BUFFERS)]
+        if reported:
+            patterns = dict.fromkeys(re.sub(r"\d+", "*", name) for name in reported)
+            shown = ", ".join(list(patterns)[:4]) + (", ..." if len(patterns) > 4 else "")
             self.notes.append(
-                f"passed over {len(told)} tensors that generation does not need: {shown}"
+                f"passed over {len(reported)} tensors that generation does not need: {shown}"
             )
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
@@ -242,8 +244,8 @@ class Checkpoint:
             packing = self._format_of(tensor)
             if packing is None:
                 continue
-            known = formats.setdefault(of_any_expert(key), packing)
-            if known != packing:
+            first_packing = formats.setdefault(of_any_expert(key), packing)
+            if first_packing != packing:
                 name = self._where[key].name
                 raise CheckpointError(
                     f"{self.folder}: tensor {name!r} has a different format than in other "
@@ -312,8 +314,8 @@ class Checkpoint:
             return pieces[0]
         leaves = Storage(tensor.shape, "float32", self._format_of(tensor)).leaves
         return [
-            np.concatenate(parts) if leaf.rows else parts[0]
-            for leaf, parts in zip(leaves, zip(*pieces, strict=True), strict=True)
+            np.concatenate(arrays) if leaf.rows else arrays[0]
+            for leaf, arrays in zip(leaves, zip(*pieces, strict=True), strict=True)
         ]
 
     def fingerprint(self, dtype: str) -> str:
@@ -358,9 +360,9 @@ def _ranges(stored: Stored, start: int, stop: int) -> list[slice]:
         return [slice(first + start * stride, first + (stop - 1) * stride + 1, stride)]
     ranges = []
     while start < stop:  # unit by unit
-        number, at = divmod(start, unit)
+        number, offset = divmod(start, unit)
         end = min(stop, (number + 1) * unit)
-        begin = stored.first + number * stored.stride + at
+        begin = stored.first + number * stored.stride + offset
         ranges.append(slice(begin, begin + end - start))
         start = end
     return ranges
@@ -368,12 +370,12 @@ def _ranges(stored: Stored, start: int, stop: int) -> list[slice]:
 
 def _part_of(whole: Any, rows: slice, stored: Stored) -> np.ndarray:
     """Returns some rows of a stored tensor, of an expert perhaps."""
-    part: np.ndarray
+    row_range: np.ndarray
     if stored.is_transposed:
-        part = whole[stored.expert, :, rows].T
+        row_range = whole[stored.expert, :, rows].T
     else:
-        part = whole[rows] if stored.expert is None else whole[stored.expert, rows]
-    return part
+        row_range = whole[rows] if stored.expert is None else whole[stored.expert, rows]
+    return row_range
 
 
 def _every(leaves: list[np.ndarray], stride: int) -> list[np.ndarray]:

@@ -116,7 +116,7 @@ class ModelConfig:
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
         """The attention of each kind of decoder layer that attends."""
-        mixers = (kind.mixer for kind in self.kinds)
+        mixers = (layer_parts.mixer for layer_parts in self.kinds)
         return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
 
     @property
@@ -139,4 +139,4 @@ class ModelConfig:
 
     @property
     def has_experts(self) -> bool:
-        return any(isinstance(kind.mlp, ExpertsSpec) for kind in self.kinds)
+        return any(isinstance(layer_parts.mlp, ExpertsSpec) for layer_parts in self.kinds)

@@ -46,17 +46,17 @@ def convert_folder(source: Path, destination: Path) -> list[Path]:
     read_folder_config(source)
     shards = _bin_files(source)
     destination.mkdir(parents=True, exist_ok=True)
-    written, where, total = [], {}, 0
+    written, weight_map, total = [], {}, 0
     for number, shard in enumerate(shards, 1):
         tensors = _load(shard)
         name = SINGLE
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         total += _save(tensors, destination / name)
-        where.update(dict.fromkeys(tensors, name))
+        weight_map.update(dict.fromkeys(tensors, name))
         written.append(destination / name)
     if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": where}
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(destination / INDEX, index)
     if source.resolve() != destination.resolve():
         copy_others(source, destination)
@@ -65,17 +65,17 @@ def convert_folder(source: Path, destination: Path) -> list[Path]:
 
 def copy_others(source: Path, destination: Path, but: tuple[str, ...] = ()) -> None:
     """Copies all that is not weights, config.json last; but: names that are left out."""
-    others = [path for path in source.iterdir() if path.is_file()]
-    others += (source / "additional_chat_templates").glob("*.jinja")
-    for path in sorted(others, key=lambda path: path.name == "config.json"):
+    files = [path for path in source.iterdir() if path.is_file()]
+    files += (source / "additional_chat_templates").glob("*.jinja")
+    for path in sorted(files, key=lambda path: path.name == "config.json"):
         is_hidden = path.name.startswith(".") or path.name in but
         if is_hidden or path.name.endswith((*WEIGHTS, ".index.json")):
             continue
         target = destination / path.relative_to(source)
         target.parent.mkdir(exist_ok=True)
-        part = target.with_name(f"{target.name}.part")
-        shutil.copyfile(path, part)
-        part.replace(target)
+        partial = target.with_name(f"{target.name}.part")
+        shutil.copyfile(path, partial)
+        partial.replace(target)
 
 
 def _bin_files(source: Path) -> list[Path]:

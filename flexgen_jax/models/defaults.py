@@ -265,8 +265,8 @@ class _Fields:
 
     def maybe_count(self, name: str) -> int | None:
         """Returns a positive number, None for one that is absent."""
-        what = "a whole number of at least 1"
-        count: int | None = self._checked(name, None, lambda x: _is_count(x) and x > 0, what)
+        requirement = "a whole number of at least 1"
+        count: int | None = self._checked(name, None, lambda x: _is_count(x) and x > 0, requirement)
         return count
 
     def ids(self, name: str) -> tuple[int, ...] | None:
@@ -283,8 +283,8 @@ class _Fields:
         return tuple(map(tuple, self._checked(name, (), is_right, "a list of lists of token ids")))
 
     def texts(self, name: str) -> tuple[str, ...]:
-        given = self._raw.get(name, ())
-        texts = (given,) if isinstance(given, str) else given
+        value = self._raw.get(name, ())
+        texts = (value,) if isinstance(value, str) else value
         if not isinstance(texts, list | tuple) or not all(isinstance(t, str) and t for t in texts):
             raise self.wrong(name, "a text or texts")
         return tuple(texts)

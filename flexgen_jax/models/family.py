@@ -110,9 +110,9 @@ class Family:
             assert isinstance(stored, str), "only decoder layers are stored in parts"
             return Stored(stored)
         if not isinstance(stored, str):
-            parts = config.kinds[config.pattern[int(layer[1])]]
-            where = stored(tensor, parts)
-            return replace(where, name=where.name.replace("{i}", layer[1]))
+            layer_parts = config.kinds[config.pattern[int(layer[1])]]
+            location = stored(tensor, layer_parts)
+            return replace(location, name=location.name.replace("{i}", layer[1]))
         return Stored(stored.replace("{i}", layer[1]).replace("{e}", str(tensor.expert)))
 
     def full_name(self, name: str, is_stored: Callable[[str], bool]) -> str | None:
@@ -178,10 +178,10 @@ def alternating(name: str, index: int, is_transposed: bool = False) -> Find:
     """Returns how to find the even rows (0) or the odd ones (1) in a tensor that has those of all
     experts; see `fused`."""
 
-    both = fused(name, 0, 2, is_transposed)
+    find_both = fused(name, 0, 2, is_transposed)
 
     def find(tensor: TensorSpec, parts: LayerParts) -> Stored:
-        return replace(both(tensor, parts), first=index, unit=1, stride=2)
+        return replace(find_both(tensor, parts), first=index, unit=1, stride=2)
 
     return find
 
@@ -263,11 +263,11 @@ class Fields:
         """
         longest = self.count("max_position_embeddings")
         rope = self._rope
-        kind = rope.get("rope_type") or rope.get("type") if isinstance(rope, Mapping) else None
-        if kind not in ("linear", "yarn") or not isinstance(rope.get("factor"), int | float):
+        rope_type = rope.get("rope_type") or rope.get("type") if isinstance(rope, Mapping) else None
+        if rope_type not in ("linear", "yarn") or not isinstance(rope.get("factor"), int | float):
             return longest
         name = "original_max_position_embeddings"
-        original = self.raw.get(name) or rope.get(name) if kind == "yarn" else None
+        original = self.raw.get(name) or rope.get(name) if rope_type == "yarn" else None
         return max(longest, int(rope["factor"] * (original or longest)))
 
     def ids(self, bos: int | None = None, eos: int | None = None) -> dict[str, Any]:
@@ -304,18 +304,20 @@ class Fields:
             rope = rope[layer_type] or {}
         if not isinstance(rope, Mapping):
             raise ConfigError("rope_parameters (rope_scaling) must be an object")
-        own = Fields(defaults | dict(self.raw) | {k: v for k, v in rope.items() if v is not None})
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        is_whole = kind == "default" and not rotates_part
-        share = 1.0 if is_whole else own.number("partial_rotary_factor", 1.0)
+        fields = Fields(
+            defaults | dict(self.raw) | {k: v for k, v in rope.items() if v is not None}
+        )
+        rope_type = rope.get("rope_type") or rope.get("type") or "default"
+        is_whole = rope_type == "default" and not rotates_part
+        share = 1.0 if is_whole else fields.number("partial_rotary_factor", 1.0)
         longest = self.count("max_position_embeddings")
         original = int(self.raw.get("original_max_position_embeddings") or 0)
         original = original or int(rope.get("original_max_position_embeddings") or longest)
         size = int(head_dim * share)
-        if kind == "proportional":  # the whole head turns, most of its pairs by nothing
-            theta, factor = own.number("rope_theta", 10000.0), own.number("factor", 1.0)
-            return Rotary(head_dim, theta, kind, factor, turning=size // 2)
-        rotary = _scaled_rotary(own, kind, size=size, original=original, longest=longest)
+        if rope_type == "proportional":  # the whole head turns, most of its pairs by nothing
+            theta, factor = fields.number("rope_theta", 10000.0), fields.number("factor", 1.0)
+            return Rotary(head_dim, theta, rope_type, factor, turning=size // 2)
+        rotary = _scaled_rotary(fields, rope_type, size=size, original=original, longest=longest)
         return replace(rotary, is_interleaved=is_interleaved)
 
     @property
@@ -333,9 +335,9 @@ class Fields:
         """The factor of attention's scores that goes with yarn in DeepSeek's models, the square of
         0.1 m ln(factor) + 1."""
         rope = Fields(self._rope)
-        kind = rope.maybe("rope_type") or rope.maybe("type") or "default"
+        rope_type = rope.maybe("rope_type") or rope.maybe("type") or "default"
         weight = rope.maybe("mscale_all_dim")
-        if kind == "default" or not weight:
+        if rope_type == "default" or not weight:
             return 1.0
         factor = rope.number("factor")
         return 1.0 if factor <= 1 else float(0.1 * weight * log(factor) + 1.0) ** 2
@@ -364,7 +366,9 @@ def _scaled_rotary(own: Fields, kind: str, size: int, original: int, longest: in
         factor = own.number("factor", longest / original)
         own_scale = own.maybe("attention_factor")
         scale = 1.0 if factor <= 1 else sqrt(1 + log(factor) / log(original))
-        short, long = (tuple(own.get(f"{name}_factor")) for name in ("short", "long"))
+        short_factors, long_factors = (
+            tuple(own.get(f"{name}_factor")) for name in ("short", "long")
+        )
         return Rotary(
             size,
             theta,
@@ -372,27 +376,29 @@ def _scaled_rotary(own: Fields, kind: str, size: int, original: int, longest: in
             factor,
             original,
             scale=own_scale or scale,
-            short=short,
-            long=long,
+            short=short_factors,
+            long=long_factors,
         )
     return Rotary(size, theta, kind)
 
 
 def _yarn_scale(own: Fields, factor: float) -> float:
     """Returns the factor of cosines and sines (Peng et al. 2023, "YaRN", section 3.4)."""
-    given, part, whole = (own.maybe(n) for n in ("attention_factor", "mscale", "mscale_all_dim"))
-    if given is not None:
-        return float(given)
+    attention_factor, mscale, whole = (
+        own.maybe(n) for n in ("attention_factor", "mscale", "mscale_all_dim")
+    )
+    if attention_factor is not None:
+        return float(attention_factor)
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1.0
 
-    return scale(part) / scale(whole) if part and whole else scale(1.0)
+    return scale(mscale) / scale(whole) if mscale and whole else scale(1.0)
 
 
 def pairs(ours: str, theirs: str, parts: Mapping[str, str]) -> dict[str, str]:
     """Returns names of the parts of one block."""
-    return {f"{ours}.{part}": f"{theirs}.{name}" for part, name in parts.items()}
+    return {f"{ours}.{path}": f"{theirs}.{name}" for path, name in parts.items()}
 
 
 LINEAR = {"kernel": "weight", "bias": "bias"}
@@ -402,4 +408,7 @@ NORM = {"scale": "weight", "bias": "bias"}
 def pattern_of(kinds: Sequence[LayerParts]) -> dict[str, Any]:
     """Returns the fields of `ModelConfig` for decoder layers that have these parts."""
     different = tuple(dict.fromkeys(kinds))
-    return {"kinds": different, "pattern": tuple(different.index(kind) for kind in kinds)}
+    return {
+        "kinds": different,
+        "pattern": tuple(different.index(layer_parts) for layer_parts in kinds),
+    }

@@ -31,24 +31,24 @@ def write_safetensors(path: Path, entries: Iterable[Entry], content: Iterable[An
     content: the bytes of the tensors, in the order of the entries, in pieces of any size.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    offset = 0
     for name, dtype, shape in entries:
-        end = at + prod(shape) * BYTES[dtype]
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
-        at = end
+        end = offset + prod(shape) * BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that tensors are aligned
-    part = path.with_suffix(".part")
-    with open(part, "wb") as file:
+    partial = path.with_suffix(".part")
+    with open(partial, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for piece in content:
             file.write(piece)
-    part.replace(path)
-    return at
+    partial.replace(path)
+    return offset
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a JSON object."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(content, indent=2))
-    part.replace(path)
+    partial = path.with_name(f"{path.name}.part")
+    partial.write_text(json.dumps(content, indent=2))
+    partial.replace(path)

@@ -79,9 +79,9 @@ def what_it_has(folder: Path) -> str:
     if any(folder.glob("*.gguf")):
         name = min(path.name for path in folder.glob("*.gguf"))
         return f"it has GGUF files: name one of them, --model {folder / name}"
-    others = sorted(path.name for path in folder.glob("*.safetensors"))
-    if others:
-        return f"it has {others[0]}, which no {INDEX} names: rename it, or add the index"
+    safetensors_files = sorted(path.name for path in folder.glob("*.safetensors"))
+    if safetensors_files:
+        return f"it has {safetensors_files[0]}, which no {INDEX} names: rename it, or add the index"
     return "get the model's safetensors, or .bin files to convert"
 
 

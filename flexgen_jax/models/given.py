@@ -47,8 +47,10 @@ class GivenTensors:
         return tuple(self._given[name].shape)
 
     def dtype(self, name: str) -> str:
-        kind = str(np.dtype(self._given[name].dtype))
-        return next((name for name, dtype in DTYPE_NAMES.items() if dtype == kind), kind)
+        dtype_name = str(np.dtype(self._given[name].dtype))
+        return next(
+            (name for name, dtype in DTYPE_NAMES.items() if dtype == dtype_name), dtype_name
+        )
 
     def rows(self, name: str) -> GivenRows:
         return GivenRows(self._given[name])

@@ -166,8 +166,8 @@ def _files_beside(checkpoint: Checkpoint) -> Iterator[Path]:
     if checkpoint.container is None:
         yield checkpoint.folder
         return
-    with as_folder(checkpoint.container, config_of(checkpoint.container)) as made:
-        yield made
+    with as_folder(checkpoint.container, config_of(checkpoint.container)) as folder:
+        yield folder
 
 
 def _notes_on_wishes(wishes: GenerationDefaults) -> list[str]:
@@ -228,14 +228,16 @@ def _local_folder(name: str, needs_weights: bool = False) -> Path:
 
 def _guess(name: str) -> str:
     """Returns a guess at the intended model or folder, as the end of a sentence."""
-    wanted = Path(name).name.lower()
-    shapes = [full for full in SHAPES if wanted in full.lower()]
+    base_name = Path(name).name.lower()
+    shapes = [full for full in SHAPES if base_name in full.lower()]
     by_end = {full.split("/")[1].lower(): full for full in SHAPES}
-    shapes += [by_end[end] for end in difflib.get_close_matches(wanted, by_end, 1)]
+    shapes += [by_end[end] for end in difflib.get_close_matches(base_name, by_end, 1)]
     folder = Path(name).expanduser().parent
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    near = [str(folder / close) for close in difflib.get_close_matches(Path(name).name, names, 1)]
-    guesses = [*near, *dict.fromkeys(shapes)][:3]
+    near_folders = [
+        str(folder / close) for close in difflib.get_close_matches(Path(name).name, names, 1)
+    ]
+    guesses = [*near_folders, *dict.fromkeys(shapes)][:3]
     return f". Did you mean {' or '.join(guesses)}?" if guesses else "."
 
 

@@ -308,8 +308,8 @@ class LatentAttentionSpec(AttentionSpec):
             shapes += linear("q_up", queries, self.q_rank, False)
         shapes += linear("kv_down", self.head_dim, hidden, self.qkv_bias)
         shapes += [("kv_norm.scale", (self.kv_rank,))]
-        both = self.num_heads * (self.plain + self.value)
-        shapes += linear("kv_up", both, self.kv_rank, False)
+        expanded_size = self.num_heads * (self.plain + self.value)
+        shapes += linear("kv_up", expanded_size, self.kv_rank, False)
         return shapes + linear("out", hidden, self.num_heads * self.value, self.out_bias)
 
     def prefill_flops(self, batch: int, tokens: int, before: int = 0) -> float:

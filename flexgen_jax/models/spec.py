@@ -36,8 +36,8 @@ class LayerTensors:
         layer of experts has hundreds."""
         first: dict[tuple[Any, ...], list[TensorSpec]] = {}
         for tensor in self.large:
-            kind = (tensor.shape, tensor.expert is not None, tensor.published)
-            first.setdefault(kind, []).append(tensor)
+            key = (tensor.shape, tensor.expert is not None, tensor.published)
+            first.setdefault(key, []).append(tensor)
         return tuple((tensors[0], len(tensors)) for tensors in first.values())
 
     @cached_property

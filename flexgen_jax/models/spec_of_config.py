@@ -102,14 +102,14 @@ def _tensors(
     prefix: str, shapes: Shapes, dtypes: Mapping[str, str] | None = None
 ) -> tuple[TensorSpec, ...]:
     """The tensors of some paths. dtypes: of those that have their own, by path."""
-    own = dtypes or {}
+    own_dtypes = dtypes or {}
     return tuple(
         TensorSpec(
             path=path,
             shape=shape,
             key=f"{prefix}.{path}",
             role=_ROLES.get(path, "other"),
-            dtype=own.get(path),
+            dtype=own_dtypes.get(path),
         )
         for path, shape in shapes
     )
@@ -179,12 +179,14 @@ def model_spec(config: ModelConfig) -> ModelSpec:
         LayerSpec(
             kind="decoder",
             index=i + 1,
-            tensors=_of_decoder(f"decoder.{config.first_layer + i}", config, config.kinds[kind]),
+            tensors=_of_decoder(
+                f"decoder.{config.first_layer + i}", config, config.kinds[kind_index]
+            ),
             hidden_size=config.hidden_size,
-            parts=config.kinds[kind],
+            parts=config.kinds[kind_index],
             number=config.first_layer + i,
         )
-        for i, kind in enumerate(config.pattern)
+        for i, kind_index in enumerate(config.pattern)
     )
     layers = (embedding, *decoders, head)
     if config.published is not None:

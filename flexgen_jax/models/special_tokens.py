@@ -51,8 +51,8 @@ class SpecialTokens:
         special = {token.text: token for token in (*self.named.values(), *self.others)}
         by_text = {token.text: token for token in self.added}
         for text, token in special.items():
-            known = by_text.get(text)
-            by_text[text] = token if known is None else replace(known, is_special=True)
+            existing = by_text.get(text)
+            by_text[text] = token if existing is None else replace(existing, is_special=True)
         return tuple(by_text.values())
 
     @property
@@ -77,21 +77,21 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
     config, mapped = read_object(folder / CONFIG), read_object(folder / MAP)
     decoder = config.get("added_tokens_decoder")
     if isinstance(decoder, Mapping):
-        named, more = {**_named(mapped), **_named(config)}, [config]
+        named, sources = {**_named(mapped), **_named(config)}, [config]
         added = _by_id({key: value for key, value in decoder.items() if isinstance(value, Mapping)})
     else:
-        named, more = {**_named(config), **_named(mapped)}, [config, mapped]
+        named, sources = {**_named(config), **_named(mapped)}, [config, mapped]
         words = read_object(folder / ADDED)
         added = _by_id({str(number): {"content": word} for word, number in words.items()})
-    others: list[SpecialToken] = []
-    for source in more:
+    further_tokens: list[SpecialToken] = []
+    for source in sources:
         listed = next((source[field] for field in LISTS if source.get(field)), None)
         if isinstance(listed, Mapping):
             named |= {name: t for name, raw in listed.items() if (t := _token(raw)) is not None}
         else:
-            others = [*others, *_tokens(listed)]
+            further_tokens = [*further_tokens, *_tokens(listed)]
     ordered = {role: named[role] for role in ROLES if role in named} | named
-    return SpecialTokens(ordered, tuple(dict.fromkeys(others)), tuple(added))
+    return SpecialTokens(ordered, tuple(dict.fromkeys(further_tokens)), tuple(added))
 
 
 def _named(source: Mapping[str, Any]) -> dict[str, SpecialToken]:

@@ -86,10 +86,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def concat(self, pieces: Iterable[str]) -> str:
         """Joins what a macro or a block writes."""
-        kept = list(pieces)
-        self._check(sum(map(len, kept)))
-        self._made(sum(map(len, kept)))
-        return "".join(kept)
+        piece_list = list(pieces)
+        self._check(sum(map(len, piece_list)))
+        self._made(sum(map(len, piece_list)))
+        return "".join(piece_list)
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         """Returns what a template gets for `str.format`."""
@@ -107,10 +107,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Calls what a template calls; its own arguments follow the context and the function."""
         self._step()
-        _context, function, *given = args
+        _context, function, *arguments = args
         owner = getattr(function, "__self__", None)
         if isinstance(owner, str):
-            self._check_text_call(function.__name__, [owner, *given], kwargs)
+            self._check_text_call(function.__name__, [owner, *arguments], kwargs)
         return super().call(*args, **kwargs)
 
     def limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,11 +119,11 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
         def limited(*args: Any, **kwargs: Any) -> Any:
             self._step()
-            given = list(args[begin:])
-            if name == "join" and given:
-                given[0] = list(self._counted(given[0]))
-            self._check_text_call(name, given, kwargs)
-            return function(*args[:begin], *given, **kwargs)
+            arguments = list(args[begin:])
+            if name == "join" and arguments:
+                arguments[0] = list(self._counted(arguments[0]))
+            self._check_text_call(name, arguments, kwargs)
+            return function(*args[:begin], *arguments, **kwargs)
 
         vars(limited).update(getattr(function, "__dict__", {}))
         return limited
@@ -196,10 +196,10 @@ def _added(tree: nodes.Template) -> nodes.Template:
                 setattr(node, field, [added(x) if isinstance(x, nodes.Node) else x for x in value])
         if not isinstance(node, nodes.Concat):
             return node
-        first, *others = (nodes.Filter(x, "string", [], [], None, None) for x in node.nodes)
+        first, *operands = (nodes.Filter(x, "string", [], [], None, None) for x in node.nodes)
         joined: nodes.Expr = first
-        for other in others:
-            joined = nodes.Add(joined, other)
+        for operand in operands:
+            joined = nodes.Add(joined, operand)
         return joined.set_lineno(node.lineno)
 
     changed = added(tree)

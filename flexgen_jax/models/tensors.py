@@ -114,12 +114,12 @@ class Files:
     def with_times(self) -> list[Any]:
         """Returns names, sizes, times and samples; raises `CheckpointError` if a file was replaced:
         reads still go to the opened file."""
-        parts = []
+        entries = []
         for path, identity in sorted(self._identity.items()):
             if FileIdentity.of(path)[:3] != identity[:3]:
                 raise CheckpointError(f"{path} changed after it was opened; start again")
-            parts.append((path.name, *identity[1:], self._samples[path]))
-        return parts
+            entries.append((path.name, *identity[1:], self._samples[path]))
+        return entries
 
     def contents(self) -> list[Any]:
         """Returns names, sizes and hashes of whole files, equal for copied files."""
@@ -183,10 +183,10 @@ class SafeTensors:
         """Returns a tensor's elements in the file, or the bits of those that NumPy does not
         have."""
         stored = self._stored[name]
-        kind = np.dtype(KINDS[stored.dtype])
-        size = kind.itemsize * prod(stored.shape)
+        dtype = np.dtype(KINDS[stored.dtype])
+        size = dtype.itemsize * prod(stored.shape)
         whole = self._bytes[stored.path][stored.begin : stored.begin + size]
-        array: np.ndarray = whole.view(kind).reshape(stored.shape)
+        array: np.ndarray = whole.view(dtype).reshape(stored.shape)
         return array
 
 
@@ -208,13 +208,13 @@ def _whole_hash(path: Path, identity: FileIdentity) -> str:
     """Returns the SHA-256 of a file, which is read once for each of its versions."""
     name = hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:32]
     cached = cache_folder("hashes") / f"{name}.json"
-    known = read_cached(cached)
-    if known is None or known[:-1] != [*identity]:
+    cached_hash = read_cached(cached)
+    if cached_hash is None or cached_hash[:-1] != [*identity]:
         with open(path, "rb") as file:
-            known = [*identity, hashlib.file_digest(file, "sha256").hexdigest()]
+            cached_hash = [*identity, hashlib.file_digest(file, "sha256").hexdigest()]
         if FileIdentity.of(path) == identity:  # nobody has written to it meanwhile
-            write_cached(cached, known)
-    sha: str = known[-1]
+            write_cached(cached, cached_hash)
+    sha: str = cached_hash[-1]
     return sha
 
 

@@ -94,8 +94,8 @@ class Tokenizer:
         if self._bos_id is not None and ids[:1] != [self._bos_id]:
             return [self._bos_id, *ids]
         if len(ids) > 1 and ids[0] == ids[1] == self._begin_id:
-            own = self._encoded(text, adds_special=False)
-            return ids[1:] if own[:1] == [self._begin_id] else ids
+            own_ids = self._encoded(text, adds_special=False)
+            return ids[1:] if own_ids[:1] == [self._begin_id] else ids
         return ids
 
     def _encoded(self, text: str, adds_special: bool) -> list[int]:
@@ -131,17 +131,17 @@ class Tokenizer:
         """Returns the text of token ids, without special tokens. before: the tokens that it follows
         on, which matter to SentencePiece's vocabularies: a text has no blank before its first
         word."""
-        kept = [int(i) for i in ids if int(i) not in self.special_ids]
+        visible_ids = [int(i) for i in ids if int(i) not in self.special_ids]
         if not before or self._is_by_bytes:
-            return str(self._tokenizer.decode(kept, skip_special_tokens=True))
+            return str(self._tokenizer.decode(visible_ids, skip_special_tokens=True))
         context = [int(i) for i in before[-CONTEXT:] if int(i) not in self.special_ids]
         first, whole = (
-            str(self._tokenizer.decode(some, skip_special_tokens=True))
-            for some in (context, [*context, *kept])
+            str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+            for token_ids in (context, [*context, *visible_ids])
         )
         if whole.startswith(first):
             return whole[len(first) :]
-        return str(self._tokenizer.decode(kept, skip_special_tokens=True))
+        return str(self._tokenizer.decode(visible_ids, skip_special_tokens=True))
 
     @cached_property
     def _is_by_bytes(self) -> bool:
@@ -170,10 +170,13 @@ def _load(folder: Path) -> FastTokenizer:
         if whole.is_file():
             _check_ids(whole)
             tokenizer = FastTokenizer.from_file(str(whole))
-            for part in (tokenizer.normalizer, tokenizer.decoder):
-                if part is not None and _growth(json.loads(part.__getstate__())) > MAX_GROWTH:
+            for component in (tokenizer.normalizer, tokenizer.decoder):
+                if (
+                    component is not None
+                    and _growth(json.loads(component.__getstate__())) > MAX_GROWTH
+                ):
                     raise CheckpointError(
-                        f"{whole}: {type(part).__name__} lengthens text by more than a factor "
+                        f"{whole}: {type(component).__name__} lengthens text by more than a factor "
                         f"of {MAX_GROWTH}"
                     )
             # The file may ask for truncation or padding, as in training; a prompt needs neither.
@@ -189,9 +192,9 @@ def _load(folder: Path) -> FastTokenizer:
                 add_prefix_space=bool(config.get("add_prefix_space", False)),
             )._tokenizer
             return pair
-        made = folder_json(folder)
-        if made is not None:
-            return FastTokenizer.from_str(json.dumps(made))
+        json_folder = folder_json(folder)
+        if json_folder is not None:
+            return FastTokenizer.from_str(json.dumps(json_folder))
     except CheckpointError:
         raise
     except Exception as error:  # tokenizers raises bare Exception
@@ -209,10 +212,10 @@ def _check_ids(path: Path) -> None:
     if LARGE_ID.search(content) is None:
         return
     raw = read_object(path)
-    model, more = raw.get("model"), raw.get("added_tokens")
+    model, added_tokens = raw.get("model"), raw.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     ids = [*vocab.items()] if isinstance(vocab, dict) else []
-    ids += [(x.get("content"), x.get("id")) for x in more or () if isinstance(x, dict)]
+    ids += [(x.get("content"), x.get("id")) for x in added_tokens or () if isinstance(x, dict)]
     for token, number in ids:
         if isinstance(number, int) and number > MAX_ID:
             raise CheckpointError(
@@ -223,8 +226,8 @@ def _check_ids(path: Path) -> None:
 def _growth(part: Mapping[str, Any]) -> float:
     """Returns how many times as long a normalizer or decoder may make a text."""
     growth = 1.0
-    for each in part.get("normalizers") or part.get("decoders") or ():
-        growth *= _growth(each)
+    for step in part.get("normalizers") or part.get("decoders") or ():
+        growth *= _growth(step)
     if part.get("type") == "Replace":
         pattern = part["pattern"].get("String")
         growth = max(1.0, len(part["content"]) / max(1, len(pattern or "a")))
@@ -244,9 +247,9 @@ def _wants_bos(folder: Path) -> bool:
 def _add(tokenizer: FastTokenizer, special: SpecialTokens) -> None:
     """Makes the tokenizer know special tokens that its own file does not mark, so that they are
     read as one token each, and left out of texts."""
-    known = {t.content: t.special for t in tokenizer.get_added_tokens_decoder().values()}
+    is_special = {t.content: t.special for t in tokenizer.get_added_tokens_decoder().values()}
     for token in special.all:
-        if token.text not in known or (token.is_special and not known[token.text]):
+        if token.text not in is_special or (token.is_special and not is_special[token.text]):
             added = AddedToken(
                 token.text,
                 lstrip=token.lstrip,

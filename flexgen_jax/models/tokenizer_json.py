@@ -41,9 +41,9 @@ def added(tokens: Iterable[tuple[int, str, bool]]) -> list[dict[str, Any]]:
 def added_by_type(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
     """Returns the tokens of a vocabulary that are read as one, by their types."""
     return added(
-        (number, token, kind != USER_DEFINED)
-        for number, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind in (CONTROL, USER_DEFINED) or (kind == UNKNOWN and token)
+        (number, token, token_type != USER_DEFINED)
+        for number, (token, token_type) in enumerate(zip(tokens, types, strict=True))
+        if token_type in (CONTROL, USER_DEFINED) or (token_type == UNKNOWN and token)
     )
 
 
@@ -85,15 +85,17 @@ def of_pieces(
     higher scores first. begins: whether text gets a blank before it."""
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = []
-    for token, kind in zip(tokens, types, strict=True):
-        if kind not in (NORMAL, USER_DEFINED):
+    for token, token_type in zip(tokens, types, strict=True):
+        if token_type not in (NORMAL, USER_DEFINED):
             continue
         pairs = [(token[:n], token[n:]) for n in range(1, len(token))]
-        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
-        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        merges += [(float(scores[vocabulary[token]]), pair) for pair in known]
+        known_pairs = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+        known_pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        merges += [(float(scores[vocabulary[token]]), pair) for pair in known_pairs]
     merges.sort(key=lambda merge: -merge[0])
-    unknown = [token for token, kind in zip(tokens, types, strict=True) if kind == UNKNOWN]
+    unknown = [
+        token for token, token_type in zip(tokens, types, strict=True) if token_type == UNKNOWN
+    ]
     model = _bpe(vocabulary, [pair for _, pair in merges], unknown[0] if unknown else None)
     return {**_with_blanks(begins), "model": {**model, "fuse_unk": True, "byte_fallback": True}}
 
@@ -124,7 +126,7 @@ def of_unigrams(
     """Returns the parts for SentencePiece's vocabulary of likely pieces; see `of_pieces`."""
     model = {
         "type": "Unigram",
-        "unk_id": next((n for n, kind in enumerate(types) if kind == UNKNOWN), None),
+        "unk_id": next((n for n, token_type in enumerate(types) if token_type == UNKNOWN), None),
         "vocab": [[token, float(score)] for token, score in zip(tokens, scores, strict=True)],
         "byte_fallback": BYTE in types,
     }

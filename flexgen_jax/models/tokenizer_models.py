@@ -50,22 +50,22 @@ def tiktoken_json(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     merges = []
     for token, rank in ranks.items():
         pairs = [(token[:n], token[n:]) for n in range(1, len(token))]
-        known = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
-        known.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-        merges += [(rank, _text(one), _text(other)) for one, other in known]
+        known_pairs = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
+        known_pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [(rank, _text(left), _text(right)) for left, right in known_pairs]
     merges.sort(key=lambda merge: merge[0])
     first = len(ranks)
     special = []
     for number in range(first, max([first + RESERVED, *(n + 1 for n in named)])):
         token = named.get(number, {"content": f"<|reserved_token_{number}|>", "special": True})
         special.append((number, str(token["content"]), bool(token.get("special", True))))
-    parts = tokenizer_json.of_bytes(
+    model_parts = tokenizer_json.of_bytes(
         [_text(token) for token in sorted(ranks, key=lambda token: ranks[token])],
         [merge[1:] for merge in merges],
         PATTERNS.get(str(config.get("tokenizer_class")), LLAMA3),
         repeats=True,
     )
-    return tokenizer_json.whole(parts, tokenizer_json.added(special))
+    return tokenizer_json.whole(model_parts, tokenizer_json.added(special))
 
 
 def _ranks(path: Path) -> dict[bytes, int]:
@@ -95,8 +95,8 @@ def bytes_of_characters() -> dict[str, int]:
     """Returns the byte of each character in byte-level vocabularies: printable bytes map to
     themselves, other bytes to characters from 256 on, as in GPT-2."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in plain]
+    return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(unprintable)}
 
 
 _CHARACTERS = {byte: char for char, byte in bytes_of_characters().items()}
@@ -112,7 +112,7 @@ def sentencepiece_json(folder: Path) -> dict[str, Any]:
     """Returns the tokenizer.json of a folder's tokenizer.model."""
     path = folder / SENTENCEPIECE
     tokens, types, scores = list[str](), list[int](), list[float]()
-    kind, begins, trims, table = UNIGRAM, True, True, b""
+    model_type, begins, trims, table = UNIGRAM, True, True, b""
     try:
         for number, value in _fields(path.read_bytes()):
             if number == 1:
@@ -121,42 +121,42 @@ def sentencepiece_json(folder: Path) -> dict[str, Any]:
                 scores.append(struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0)
                 types.append(piece.get(3, NORMAL))
             elif number == 2:
-                kind = dict(_fields(value)).get(3, UNIGRAM)
+                model_type = dict(_fields(value)).get(3, UNIGRAM)
             elif number == 3:
                 normalizer = dict(_fields(value))
                 begins, trims = bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1))
                 table = normalizer.get(2, b"")
     except (ValueError, LookupError, struct.error, AttributeError, TypeError):
         raise CheckpointError(f"{path} is not a SentencePiece model") from None
-    if not tokens or kind not in (UNIGRAM, BPE):
+    if not tokens or model_type not in (UNIGRAM, BPE):
         raise CheckpointError(f"{path}: only SentencePiece's unigram and BPE models are supported")
-    make = tokenizer_json.of_pieces if kind == BPE else tokenizer_json.of_unigrams
-    parts = make(tokens, types, scores, begins)
-    steps = parts["normalizer"]["normalizers"]
+    make = tokenizer_json.of_pieces if model_type == BPE else tokenizer_json.of_unigrams
+    model_parts = make(tokens, types, scores, begins)
+    steps = model_parts["normalizer"]["normalizers"]
     if trims:  # blanks at both ends, and all but one between words
-        one = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
-        steps[:0] = [{"type": "Strip", "strip_left": True, "strip_right": True}, one]
+        collapse = {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+        steps[:0] = [{"type": "Strip", "strip_left": True, "strip_right": True}, collapse]
     if table:
         folded = {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
         steps.insert(0, folded)
-    return tokenizer_json.whole(parts, tokenizer_json.added_by_type(tokens, types))
+    return tokenizer_json.whole(model_parts, tokenizer_json.added_by_type(tokens, types))
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """Yields the fields of a message: integers as such, anything else as bytes."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
+    offset = 0
+    while offset < len(data):
+        key, offset = _varint(data, offset)
         number, wire = key >> 3, key & 7
         if wire == 0:
-            value, at = _varint(data, at)
+            value, offset = _varint(data, offset)
             yield number, value
             continue
-        size, at = _varint(data, at) if wire == 2 else ({1: 8, 5: 4}[wire], at)
-        if at + size > len(data):
+        size, offset = _varint(data, offset) if wire == 2 else ({1: 8, 5: 4}[wire], offset)
+        if offset + size > len(data):
             raise ValueError("the message is cut off")
-        yield number, data[at : at + size]
-        at += size
+        yield number, data[offset : offset + size]
+        offset += size
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:

@@ -92,11 +92,11 @@ class DummyWeights:
         generator = np.random.Generator(np.random.SFC64(seed))
         rows = min(self.ROWS, tensor.shape[0] - piece * self.ROWS)
         count, (bias, mantissa) = rows * math.prod(tensor.shape[1:]), FLOATS[dtype.name]
-        kind = np.dtype(f"u{dtype.itemsize}")
+        uint_dtype = np.dtype(f"u{dtype.itemsize}")
         words = generator.integers(0, 1 << 64, -(-count * dtype.itemsize // 8), np.uint64)
-        bits = words.view(kind)[:count]
-        bits &= kind.type((1 << (8 * dtype.itemsize - 1)) | ((2 << mantissa) - 1))
-        bits |= kind.type((bias - 7) << mantissa)
+        bits = words.view(uint_dtype)[:count]
+        bits &= uint_dtype.type((1 << (8 * dtype.itemsize - 1)) | ((2 << mantissa) - 1))
+        bits |= uint_dtype.type((bias - 7) << mantissa)
         return bits.view(dtype).reshape(rows, *tensor.shape[1:])
 
     def read_packed(self, tensor: TensorSpec, start: int, stop: int) -> list[np.ndarray]:
@@ -115,15 +115,15 @@ def random_leaves(storage: Storage, generator: np.random.Generator) -> list[np.n
     """Returns the leaves of an array in a format: random codes, and small scales."""
     leaves = []
     for leaf in storage.leaves:
-        shape, kind = leaf.shape, numpy_dtype(leaf.kind)
+        shape, dtype = leaf.shape, numpy_dtype(leaf.kind)
         if leaf.name.startswith("packed"):
             leaves.append(generator.integers(0, 127, shape, np.uint8))  # 127 is an FP8's NaN
         elif leaf.name == "order":
-            leaves.append(np.arange(shape[0], dtype=kind))
+            leaves.append(np.arange(shape[0], dtype=dtype))
         else:
-            small = {"e8m0": 119, "e4m3": 8, "uint8": 8, "int8": 0}
+            exponents = {"e8m0": 119, "e4m3": 8, "uint8": 8, "int8": 0}
             unit = 0.0002 if storage.packing.levels == "e4m3" else 0.002
-            leaves.append(np.full(shape, small.get(leaf.dtype, unit), kind))
+            leaves.append(np.full(shape, exponents.get(leaf.dtype, unit), dtype))
     return leaves
 
 

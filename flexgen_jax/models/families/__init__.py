@@ -179,8 +179,8 @@ def register_family(family: Family) -> None:
     A package that is installed may name the family as an entry point of the group
     "flexgen_jax.families" instead. Raises `ConfigError` for a model type that another family has.
     """
-    known = FAMILIES.get(family.model_type)
-    if known is not None and known is not family:
+    existing = FAMILIES.get(family.model_type)
+    if existing is not None and existing is not family:
         raise ConfigError(f"model_type {family.model_type!r} already has a family")
     FAMILIES[family.model_type] = family
 
@@ -212,13 +212,13 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         raise ConfigError(_unsupported(str(model_type)))
     quantization_of(raw)
     text = raw.get("text_config")
-    for part in (raw, text if isinstance(text, Mapping) else {}):
-        for name, value in part.items():
+    for section in (raw, text if isinstance(text, Mapping) else {}):
+        for name, value in section.items():
             if LARGE_COUNTS.search(name) and isinstance(value, int) and value > MAX_COUNT:
                 raise ConfigError(f"{name} is {value}, but at most {MAX_COUNT} is supported")
         for name, allowed in REFUSED.items():
-            if part.get(name) not in (None, *allowed):
-                raise ConfigError(f"{name} is {part[name]!r}, which is not supported")
+            if section.get(name) not in (None, *allowed):
+                raise ConfigError(f"{name} is {section[name]!r}, which is not supported")
     return FAMILIES[model_type].read_config(raw)
 
 
@@ -256,12 +256,12 @@ MISSING: Mapping[str, tuple[str, str]] = {
 
 def _unsupported(model_type: str) -> str:
     """Returns the error message for an unsupported type."""
-    kind = model_type.removesuffix("_text")
-    said = f"model_type {model_type!r} is not supported"
-    if kind in MISSING:
-        closest, missing = MISSING[kind]
-        said += f": the closest family, {closest}, lacks {missing}"
+    base_type = model_type.removesuffix("_text")
+    message = f"model_type {model_type!r} is not supported"
+    if base_type in MISSING:
+        closest, missing = MISSING[base_type]
+        message += f": the closest family, {closest}, lacks {missing}"
     else:
         close = difflib.get_close_matches(model_type, FAMILIES, 1, 0.4)
-        said += f"; the closest is {close[0]}" if close else ""
-    return f"{said}; supported: {', '.join(FAMILIES)}"
+        message += f"; the closest is {close[0]}" if close else ""
+    return f"{message}; supported: {', '.join(FAMILIES)}"

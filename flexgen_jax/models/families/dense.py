@@ -85,11 +85,11 @@ def _smollm3(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _starcoder2(raw: Mapping[str, Any]) -> ModelConfig:
-    own, bias = Fields(raw), bool(raw.get("use_bias", True))
+    fields, bias = Fields(raw), bool(raw.get("use_bias", True))
     attention = {"qkv_bias": bias, "out_bias": bias, "windows": one_window(raw)}
     activation = raw.get("hidden_act") or "gelu_pytorch_tanh"
     mlp = {"is_gated": False, "bias": bias, "activation": activation}
-    norm = NormSpec(eps=own.number("norm_epsilon", 1e-5))
+    norm = NormSpec(eps=fields.number("norm_epsilon", 1e-5))
     model = {"norm": norm, "tied_head": bool(raw.get("tie_word_embeddings", True))}
     return read_llama(raw, attention, mlp, model, ids={"bos": 50256, "eos": 50256})
 

@@ -33,16 +33,16 @@ def _glm4_moe(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads GLM-4.5 to 4.7: the first layers have no experts, later layers also have a shared
     block."""
     raw = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, **raw}
-    own = Fields(raw)
-    experts = shared_experts(raw, corrected(own, scale=1.0))
+    fields = Fields(raw)
+    experts = shared_experts(raw, corrected(fields, scale=1.0))
     dense = raw.get("first_k_dense_replace", 1)
-    layers = range(own.count("num_hidden_layers"))
+    layers = range(fields.count("num_hidden_layers"))
     attention = {
         "qkv_bias": bool(raw.get("attention_bias", False)),
         "out_bias": False,
         "qk_norm": "head" if raw.get("use_qk_norm", False) else None,
         "rotates_part": True,
-        "blocks": [gated(own, "intermediate_size") if i < dense else experts for i in layers],
+        "blocks": [gated(fields, "intermediate_size") if i < dense else experts for i in layers],
     }
     return read_llama(raw, attention)
 
@@ -52,15 +52,17 @@ def shared_experts(
 ) -> ExpertsSpec:
     """Returns the experts of DeepSeek and similar models, with a shared block for all tokens;
     is_normalised: by default as the config says."""
-    own = Fields({"norm_topk_prob": True, **raw})
-    count = own.maybe("num_local_experts") or own.maybe("num_experts")
-    each, shared = gated(own, "moe_intermediate_size"), own.get("n_shared_experts", 1)
+    fields = Fields({"norm_topk_prob": True, **raw})
+    count = fields.maybe("num_local_experts") or fields.maybe("num_experts")
+    expert_block, shared = gated(fields, "moe_intermediate_size"), fields.get("n_shared_experts", 1)
     return ExpertsSpec(
-        own.count("n_routed_experts", count or 128),
-        own.count("num_experts_per_tok", 8),
-        each,
-        is_normalised=bool(own.maybe("norm_topk_prob")) if is_normalised is None else is_normalised,
-        shared=replace(each, width=each.width * shared) if shared else None,
+        fields.count("n_routed_experts", count or 128),
+        fields.count("num_experts_per_tok", 8),
+        expert_block,
+        is_normalised=bool(fields.maybe("norm_topk_prob"))
+        if is_normalised is None
+        else is_normalised,
+        shared=replace(expert_block, width=expert_block.width * shared) if shared else None,
         routing=routing,
     )
 
@@ -82,23 +84,23 @@ def _ernie4_5_moe(raw: Mapping[str, Any]) -> ModelConfig:
     raw = {"rope_theta": 500000.0, "rms_norm_eps": 1e-5, "tie_word_embeddings": True, **raw}
     if raw.get("use_bias"):
         raise ConfigError('"use_bias": true is not supported: it would add a bias to lm_head')
-    own = Fields(raw)
-    layers, each = own.count("num_hidden_layers"), gated(own, "moe_intermediate_size")
-    shared = own.get("moe_num_shared_experts", 2)
+    fields = Fields(raw)
+    layers, expert_block = fields.count("num_hidden_layers"), gated(fields, "moe_intermediate_size")
+    shared = fields.get("moe_num_shared_experts", 2)
     experts = ExpertsSpec(
-        own.count("moe_num_experts", own.maybe("num_experts") or 64),
-        own.count("moe_k", own.maybe("num_experts_per_tok") or 6),
-        gated(own, "moe_intermediate_size"),
+        fields.count("moe_num_experts", fields.maybe("num_experts") or 64),
+        fields.count("moe_k", fields.maybe("num_experts_per_tok") or 6),
+        gated(fields, "moe_intermediate_size"),
         is_normalised=True,
-        shared=replace(each, width=each.width * shared) if shared else None,
+        shared=replace(expert_block, width=expert_block.width * shared) if shared else None,
         routing=Routing(
             has_correction=True,
-            least_sum=own.number("moe_norm_min", 1e-12),
+            least_sum=fields.number("moe_norm_min", 1e-12),
             is_precise=True,
         ),
     )
-    dense, every = gated(own, "intermediate_size"), own.count("moe_layer_interval", 1)
-    first, last = own.get("moe_layer_start_index", 1), own.get("moe_layer_end_index", -1)
+    dense, every = gated(fields, "intermediate_size"), fields.count("moe_layer_interval", 1)
+    first, last = fields.get("moe_layer_start_index", 1), fields.get("moe_layer_end_index", -1)
     last = layers - 1 if last == -1 else last
     attention = {
         "qkv_bias": False,
@@ -114,29 +116,29 @@ def _ernie4_5_moe(raw: Mapping[str, Any]) -> ModelConfig:
 def _hy_v3(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads Hunyuan 3: the first layer has no experts, unless the config says otherwise."""
     raw = {"head_dim": 128, "rms_norm_eps": 1e-5, **raw}
-    own, bias = Fields(raw), bool(raw.get("attention_bias", False))
-    layers, mlp_bias = own.count("num_hidden_layers"), bool(raw.get("mlp_bias", False))
-    width, shared = own.count("moe_intermediate_size"), own.count("num_shared_experts", 1)
+    fields, bias = Fields(raw), bool(raw.get("attention_bias", False))
+    layers, mlp_bias = fields.count("num_hidden_layers"), bool(raw.get("mlp_bias", False))
+    width, shared = fields.count("moe_intermediate_size"), fields.count("num_shared_experts", 1)
     experts = ExpertsSpec(
-        own.count("num_experts", 192),
-        own.count("num_experts_per_tok", 8),
-        gated(own, "moe_intermediate_size"),
+        fields.count("num_experts", 192),
+        fields.count("num_experts_per_tok", 8),
+        gated(fields, "moe_intermediate_size"),
         is_normalised=True,
-        shared=replace(gated(own, "moe_intermediate_size", bias=mlp_bias), width=width * shared),
+        shared=replace(gated(fields, "moe_intermediate_size", bias=mlp_bias), width=width * shared),
         routing=Routing(
             scores="sigmoid",
             has_correction=True,
-            scale=own.number("router_scaling_factor", 2.826),
+            scale=fields.number("router_scaling_factor", 2.826),
             is_precise=True,
         ),
     )
-    dense = gated(own, "intermediate_size", bias=mlp_bias)
+    dense = gated(fields, "intermediate_size", bias=mlp_bias)
     types = raw.get("mlp_layer_types") or ["dense", *["sparse"] * (layers - 1)]
     attention = {
         "qkv_bias": bias,
         "out_bias": bias,
         "qk_norm": "head",
-        "blocks": [dense if kind == "dense" else experts for kind in types],
+        "blocks": [dense if block_type == "dense" else experts for block_type in types],
     }
     return read_llama(raw, attention)
 
@@ -156,20 +158,20 @@ def _gpt_oss(raw: Mapping[str, Any]) -> ModelConfig:
     raw = {"rope_theta": 150000.0, **raw}
     if not raw.get("rope_scaling") and not raw.get("rope_parameters"):
         raw["rope_parameters"] = YARN_OF_GPT_OSS
-    own = Fields(raw)
-    layers, bias = own.count("num_hidden_layers"), bool(raw.get("attention_bias", True))
+    fields = Fields(raw)
+    layers, bias = fields.count("num_hidden_layers"), bool(raw.get("attention_bias", True))
     types = raw.get("layer_types") or full_every(2, layers)
     block = MLPSpec(
-        own.count("intermediate_size"),
+        fields.count("intermediate_size"),
         "silu",
         is_gated=True,
         bias=True,
-        limit=own.number("swiglu_limit", 7.0),
-        swish=own.number("swiglu_alpha", 1.702),
+        limit=fields.number("swiglu_limit", 7.0),
+        swish=fields.number("swiglu_alpha", 1.702),
     )
     experts = ExpertsSpec(
-        own.count("num_local_experts"),
-        own.count("num_experts_per_tok", raw.get("experts_per_token") or 4),
+        fields.count("num_local_experts"),
+        fields.count("num_experts_per_tok", raw.get("experts_per_token") or 4),
         block,
         is_normalised=True,
         routing=Routing(has_bias=True),
@@ -186,14 +188,14 @@ def _gpt_oss(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _minimax_m2(raw: Mapping[str, Any]) -> ModelConfig:
     raw = {"rope_theta": 5000000.0, "head_dim": 128, **raw}
-    own = Fields(raw)
+    fields = Fields(raw)
     if raw.get("rotary_dim") is not None:
-        share = own.number("rotary_dim") / own.count("head_dim")
+        share = fields.number("rotary_dim") / fields.count("head_dim")
         raw = {"partial_rotary_factor": share, **raw}
     experts = ExpertsSpec(
-        own.count("num_local_experts", 256),
-        own.count("num_experts_per_tok", 8),
-        gated(own, "intermediate_size"),
+        fields.count("num_local_experts", 256),
+        fields.count("num_experts_per_tok", 8),
+        gated(fields, "intermediate_size"),
         is_normalised=True,
         routing=Routing(scores="sigmoid", has_correction=True),
     )
@@ -202,7 +204,7 @@ def _minimax_m2(raw: Mapping[str, Any]) -> ModelConfig:
         "out_bias": False,
         "qk_norm": "all",
         "rotates_part": True,
-        "blocks": [experts] * own.count("num_hidden_layers"),
+        "blocks": [experts] * fields.count("num_hidden_layers"),
     }
     return read_llama(raw, attention, ids={"bos": 200034, "eos": 200020})
 

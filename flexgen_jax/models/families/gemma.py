@@ -12,8 +12,8 @@ from flexgen_jax.models.parts import NormSpec
 
 
 def _gemma(raw: Mapping[str, Any], attention: Mapping[str, Any]) -> ModelConfig:
-    own = Fields(raw)
-    hidden, scalar = own.count("hidden_size"), own.number("query_pre_attn_scalar", 256)
+    fields = Fields(raw)
+    hidden, scalar = fields.count("hidden_size"), fields.number("query_pre_attn_scalar", 256)
     mine = {
         "qkv_bias": bool(raw.get("attention_bias", False)),
         "out_bias": bool(raw.get("attention_bias", False)),
@@ -22,7 +22,7 @@ def _gemma(raw: Mapping[str, Any], attention: Mapping[str, Any]) -> ModelConfig:
     }
     activation = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
     model = {
-        "norm": NormSpec(is_rms=True, eps=own.number("rms_norm_eps", 1e-6), offset=1.0),
+        "norm": NormSpec(is_rms=True, eps=fields.number("rms_norm_eps", 1e-6), offset=1.0),
         "norm_place": "around",
         "embed_scale": hidden**0.5,
         "logit_softcap": raw.get("final_logit_softcapping"),
@@ -41,7 +41,7 @@ def _gemma2(raw: Mapping[str, Any]) -> ModelConfig:
 
 def _gemma3(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads Gemma 3, of models that see, too, the part for text."""
-    kind, raw = raw["model_type"], with_text(raw)
+    model_type, raw = raw["model_type"], with_text(raw)
     raw = {"head_dim": 256, "sliding_window": 4096, "max_position_embeddings": 131072, **raw}
     raw = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208, **raw}
     every = raw.get("sliding_window_pattern") or 6
@@ -60,7 +60,7 @@ def _gemma3(raw: Mapping[str, Any]) -> ModelConfig:
         },
     }
     attention = {"qk_norm": "head", "windows": windows_of(raw, types), "layer_types": types}
-    return _gemma({**raw, "model_type": kind}, attention)
+    return _gemma({**raw, "model_type": model_type}, attention)
 
 
 _GEMMA_NAMES = NAMES | {

@@ -57,29 +57,31 @@ SMALL = {
 
 def _gemma4(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads Gemma 4, of models that see, too, the part for text."""
-    given = {name: value for name, value in with_text(raw).items() if value is not None}
+    known_fields = {name: value for name, value in with_text(raw).items() if value is not None}
     own_defaults = UNIFIED if raw["model_type"].startswith("gemma4_unified") else {}
-    raw = {**DEFAULTS, **own_defaults, **given, "model_type": raw["model_type"]}
+    raw = {**DEFAULTS, **own_defaults, **known_fields, "model_type": raw["model_type"]}
     for name, meaning in SMALL.items():
         if raw.get(name):
             raise ConfigError(
                 f"{name} is {raw[name]!r}: {meaning} (Gemma 4 E2B and E4B) are not supported; "
                 "gemma-4-12B, 26B-A4B and 31B are"
             )
-    own = Fields(raw)
-    layers = own.count("num_hidden_layers")
+    fields = Fields(raw)
+    layers = fields.count("num_hidden_layers")
     types = list(raw.get("layer_types") or full_every(6, layers))
     types[-1] = "full_attention"  # the config's value is ignored, as in transformers
-    block = _block(own)
-    kinds = [LayerParts(_attention(own, kind, n), block) for n, kind in enumerate(types)]
+    block = _block(fields)
+    layer_kinds = [
+        LayerParts(_attention(fields, layer_type, n), block) for n, layer_type in enumerate(types)
+    ]
     model = {
-        "norm": NormSpec(is_rms=True, eps=own.number("rms_norm_eps", 1e-6)),
+        "norm": NormSpec(is_rms=True, eps=fields.number("rms_norm_eps", 1e-6)),
         "norm_place": "around",
-        "embed_scale": own.count("hidden_size") ** 0.5,
+        "embed_scale": fields.count("hidden_size") ** 0.5,
         "logit_softcap": raw.get("final_logit_softcapping"),
         "has_layer_scale": True,
     }
-    return model_of(raw, kinds, model, {"bos": 2, "eos": 1})
+    return model_of(raw, layer_kinds, model, {"bos": 2, "eos": 1})
 
 
 def _attention(own: Fields, layer_type: str, number: int) -> AttentionSpec:

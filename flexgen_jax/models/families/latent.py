@@ -27,24 +27,24 @@ def _attention(raw: Mapping[str, Any]) -> LatentAttentionSpec:
         for name in ("rope_scaling", "rope_parameters")
         if isinstance(raw.get(name), Mapping)
     }
-    own = Fields({**raw, **rope, "partial_rotary_factor": None})
-    plain, rotated = own.count("qk_nope_head_dim", 128), own.count("qk_rope_head_dim", 64)
-    rank, bias = own.count("kv_lora_rank", 512), bool(raw.get("attention_bias", False))
+    fields = Fields({**raw, **rope, "partial_rotary_factor": None})
+    plain, rotated = fields.count("qk_nope_head_dim", 128), fields.count("qk_rope_head_dim", 64)
+    rank, bias = fields.count("kv_lora_rank", 512), bool(raw.get("attention_bias", False))
     is_interleaved = bool(raw.get("rope_interleave", True))
     return LatentAttentionSpec(
-        num_heads=own.count("num_attention_heads"),
+        num_heads=fields.count("num_attention_heads"),
         num_kv_heads=1,
         head_dim=rank + rotated,
-        scale=(plain + rotated) ** -0.5 * own.score_scale,
+        scale=(plain + rotated) ** -0.5 * fields.score_scale,
         qkv_bias=bias,
         out_bias=bias,
-        rotary=own.rotary(rotated, is_interleaved=is_interleaved),
-        position_scale=own.position_scale,
-        q_rank=own.maybe("q_lora_rank"),
+        rotary=fields.rotary(rotated, is_interleaved=is_interleaved),
+        position_scale=fields.position_scale,
+        q_rank=fields.maybe("q_lora_rank"),
         kv_rank=rank,
         plain=plain,
         rotated=rotated,
-        value=own.count("v_head_dim", 128),
+        value=fields.count("v_head_dim", 128),
     )
 
 
@@ -57,10 +57,10 @@ def _read_latent(
 ) -> ModelConfig:
     """Returns the config of a model whose first `dense` layers have no experts, or those that
     `types` calls dense."""
-    own = Fields(raw)
-    layers = own.count("num_hidden_layers")
+    fields = Fields(raw)
+    layers = fields.count("num_hidden_layers")
     types = types or ["dense" if i < dense else "sparse" for i in range(layers)]
-    attention, plain = _attention(raw), gated(own, "intermediate_size")
+    attention, plain = _attention(raw), gated(fields, "intermediate_size")
     blocks: list[MLPSpec | ExpertsSpec] = [plain if t == "dense" else experts for t in types]
     return model_of(raw, [LayerParts(attention, block) for block in blocks], ids=ids)
 
@@ -74,35 +74,35 @@ def _must_be(raw: Mapping[str, Any], name: str, *values: Any) -> None:
 def _deepseek_v2(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads DeepSeek-V2, which chooses experts by softmax, perhaps of the groups with the best."""
     raw = {"q_lora_rank": 1536, "n_shared_experts": 2, "n_routed_experts": 64, **raw}
-    own = Fields(raw)
+    fields = Fields(raw)
     _must_be(raw, "topk_method", "greedy", "group_limited_greedy")
     _must_be(raw, "scoring_func", "softmax")
     _must_be(raw, "moe_layer_freq", 1)
     has_groups = raw.get("topk_method") == "group_limited_greedy"
     routing = Routing(
-        groups=own.count("n_group") if has_groups else 1,
-        top_groups=own.count("topk_group") if has_groups else 1,
+        groups=fields.count("n_group") if has_groups else 1,
+        top_groups=fields.count("topk_group") if has_groups else 1,
         group_best=1,
-        scale=own.number("routed_scaling_factor", 1.0),
+        scale=fields.number("routed_scaling_factor", 1.0),
         is_precise=True,
     )
     experts = shared_experts(raw, routing, is_normalised=False)
-    dense = own.get("first_k_dense_replace", 0)
+    dense = fields.get("first_k_dense_replace", 0)
     return _read_latent(raw, experts, dense, {"bos": 1, "eos": 2})
 
 
 def _deepseek_v3(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads DeepSeek-V3, R1 and Kimi K2, of models that see, too, the part for text."""
     raw = with_text({"q_lora_rank": 1536, "n_routed_experts": 256, **raw})
-    own = Fields(raw)
+    fields = Fields(raw)
     _must_be(raw, "topk_method", "noaux_tc")
     _must_be(raw, "scoring_func", "sigmoid")
     _must_be(raw, "moe_layer_freq", 1)
     is_glm = raw["model_type"] == "glm_moe_dsa"
     groups, top_groups = (1, 1) if is_glm else (8, 4)
-    routing = corrected(own, scale=2.5, groups=groups, top_groups=top_groups)
+    routing = corrected(fields, scale=2.5, groups=groups, top_groups=top_groups)
     experts = shared_experts(raw, routing)
-    dense, types = own.get("first_k_dense_replace", 3), raw.get("mlp_layer_types")
+    dense, types = fields.get("first_k_dense_replace", 3), raw.get("mlp_layer_types")
     return _read_latent(raw, experts, dense, {"bos": 0, "eos": 1}, types)
 
 
@@ -113,22 +113,22 @@ def _indexed(raw: Mapping[str, Any]) -> ModelConfig:
         raw = {"rms_norm_eps": 1e-5, "q_lora_rank": 2048, **raw}
         raw = {"qk_nope_head_dim": 192, "v_head_dim": 256, **raw}
     config = _deepseek_v3(raw)
-    most = Fields(raw).count("index_topk", 2048)
-    if config.max_positions <= most:
+    max_tokens = Fields(raw).count("index_topk", 2048)
+    if config.max_positions <= max_tokens:
         return config
     limit = (
         f", index_topk: longer contexts need the sparse indexer of {raw['model_type']}, which is "
         "not supported"
     )
-    return replace(config, max_positions=most, context_limit=limit)
+    return replace(config, max_positions=max_tokens, context_limit=limit)
 
 
 def _glm4_moe_lite(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads GLM-4.7-Flash: DeepSeek-V3's parts with GLM's defaults."""
     raw = {"rms_norm_eps": 1e-5, "q_lora_rank": 768, "n_routed_experts": 64, **raw}
     raw = {"qk_nope_head_dim": 192, "v_head_dim": 256, "num_experts_per_tok": 4, **raw}
-    own = Fields(raw)
-    experts = shared_experts(raw, corrected(own, scale=1.8))
+    fields = Fields(raw)
+    experts = shared_experts(raw, corrected(fields, scale=1.8))
     types = raw.get("mlp_layer_types")
     return _read_latent(raw, experts, 1, {"bos": 0, "eos": 1}, types)
 
@@ -152,13 +152,13 @@ def mistral4(raw: Mapping[str, Any]) -> ModelConfig:
     raw = {"n_routed_experts": 128, "num_experts_per_tok": 4, **raw}
     if not raw.get("rope_scaling") and not raw.get("rope_parameters"):
         raw["rope_parameters"] = YARN_OF_MISTRAL4
-    own = Fields(raw)
+    fields = Fields(raw)
     routing = Routing(
-        groups=own.count("n_group", 1),
-        top_groups=own.count("topk_group", 1),
-        scale=own.number("routed_scaling_factor", 1.0),
+        groups=fields.count("n_group", 1),
+        top_groups=fields.count("topk_group", 1),
+        scale=fields.number("routed_scaling_factor", 1.0),
     )
-    dense = own.get("first_k_dense_replace", 0)
+    dense = fields.get("first_k_dense_replace", 0)
     return _read_latent(raw, shared_experts(raw, routing), dense, {"bos": 1, "eos": 2})
 
 

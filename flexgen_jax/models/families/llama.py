@@ -26,29 +26,31 @@ def read_llama(
     which name its rotary embeddings, "rotates", which layers have some, "rotates_part", and
     "blocks", the feed-forward block of each layer), `MLPSpec` and `ModelConfig`, and defaults of
     special tokens."""
-    own = Fields(raw)
-    hidden, heads = own.count("hidden_size"), own.count("num_attention_heads")
-    layers = own.count("num_hidden_layers")
-    head_dim = own.count("head_dim", hidden // heads)
-    chosen = dict(attention)
-    windows = chosen.pop("windows", [None] * layers)
-    types = chosen.pop("layer_types", [None] * layers)
-    rotates_part = chosen.pop("rotates_part", False)
-    rotates = chosen.pop("rotates", [True] * layers)
-    is_interleaved = chosen.pop("is_interleaved", False)
-    own_blocks = chosen.pop("blocks", None) or _experts(own, layers)
-    blocks = own_blocks or [gated(own, "intermediate_size", **(mlp or {}))] * layers
-    kinds = [
+    fields = Fields(raw)
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    layers = fields.count("num_hidden_layers")
+    head_dim = fields.count("head_dim", hidden // heads)
+    attention_options = dict(attention)
+    windows = attention_options.pop("windows", [None] * layers)
+    types = attention_options.pop("layer_types", [None] * layers)
+    rotates_part = attention_options.pop("rotates_part", False)
+    rotates = attention_options.pop("rotates", [True] * layers)
+    is_interleaved = attention_options.pop("is_interleaved", False)
+    own_blocks = attention_options.pop("blocks", None) or _experts(fields, layers)
+    blocks = own_blocks or [gated(fields, "intermediate_size", **(mlp or {}))] * layers
+    layer_kinds = [
         LayerParts(
             AttentionSpec(
                 heads,
-                own.count("num_key_value_heads", heads),
+                fields.count("num_key_value_heads", heads),
                 head_dim,
                 window=window,
-                rotary=own.rotary(head_dim, layer_type, rotates_part, is_interleaved=is_interleaved)
+                rotary=fields.rotary(
+                    head_dim, layer_type, rotates_part, is_interleaved=is_interleaved
+                )
                 if is_rotated
                 else None,
-                **chosen,
+                **attention_options,
             ),
             block,
         )
@@ -56,7 +58,7 @@ def read_llama(
             windows, types, rotates, blocks, strict=True
         )
     ]
-    return model_of(raw, kinds, model, ids)
+    return model_of(raw, layer_kinds, model, ids)
 
 
 def model_of(
@@ -67,18 +69,18 @@ def model_of(
 ) -> ModelConfig:
     """Returns the config of a model with LLaMA's embedding, norms and head, from the parts of its
     layers; model, ids: as in `read_llama`."""
-    own = Fields(raw)
-    hidden = own.count("hidden_size")
+    config_fields = Fields(raw)
+    hidden = config_fields.count("hidden_size")
     fields: dict[str, Any] = {
         "model_type": raw["model_type"],
-        "vocab_size": own.get("vocab_size"),
+        "vocab_size": config_fields.get("vocab_size"),
         "hidden_size": hidden,
-        "max_positions": own.max_positions,
+        "max_positions": config_fields.max_positions,
         "embed_size": hidden,
-        "norm": NormSpec(is_rms=True, eps=own.number("rms_norm_eps", 1e-6)),
+        "norm": NormSpec(is_rms=True, eps=config_fields.number("rms_norm_eps", 1e-6)),
         "tied_head": bool(raw.get("tie_word_embeddings", False)),
         **pattern_of(kinds),
-        **own.ids(**(ids or {})),
+        **config_fields.ids(**(ids or {})),
     }
     return ModelConfig(**fields | dict(model or {}))
 
@@ -162,9 +164,9 @@ def block_names(ours: str, theirs: str) -> dict[str, str]:
     """Returns the names of a gated block's tensors."""
     return {
         key: name
-        for part in ("gate", "up", "down")
+        for matrix in ("gate", "up", "down")
         for key, name in pairs(
-            f"decoder.{{i}}.{ours}.{part}", f"{LAYER}.mlp.{theirs}.{part}_proj", LINEAR
+            f"decoder.{{i}}.{ours}.{matrix}", f"{LAYER}.mlp.{theirs}.{matrix}_proj", LINEAR
         ).items()
     }
 

@@ -43,10 +43,12 @@ _TEXT = {"mistral": mistral, "ministral3": _ministral3, "mistral4": mistral4}
 
 
 def _mistral3(raw: Mapping[str, Any]) -> ModelConfig:
-    kind = (raw.get("text_config") or {}).get("model_type", "mistral")
-    if kind not in _TEXT:
-        raise ConfigError(f"text_config has model_type {kind!r}; supported: {', '.join(_TEXT)}")
-    return _TEXT[kind](with_text({"sliding_window": None, **raw}))
+    text_type = (raw.get("text_config") or {}).get("model_type", "mistral")
+    if text_type not in _TEXT:
+        raise ConfigError(
+            f"text_config has model_type {text_type!r}; supported: {', '.join(_TEXT)}"
+        )
+    return _TEXT[text_type](with_text({"sliding_window": None, **raw}))
 
 
 MINISTRAL3 = Family("ministral3", _ministral3, NAMES)

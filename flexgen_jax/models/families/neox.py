@@ -12,28 +12,28 @@ from flexgen_jax.models.parts import AttentionSpec, LayerParts, MLPSpec, NormSpe
 
 
 def _read_neox(raw: Mapping[str, Any]) -> ModelConfig:
-    own = Fields(raw)
-    hidden, heads = own.count("hidden_size"), own.count("num_attention_heads")
+    fields = Fields(raw)
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     bias, share = bool(raw.get("attention_bias", True)), raw.get("rotary_pct", 0.25)
     theta = raw.get("rotary_emb_base", 10000.0)
-    rotary = own.rotary(
+    rotary = fields.rotary(
         hidden // heads, rotates_part=True, partial_rotary_factor=share, rope_theta=theta
     )
     attention = AttentionSpec(
         heads, heads, hidden // heads, qkv_bias=bias, out_bias=bias, rotary=rotary
     )
-    mlp = MLPSpec(own.count("intermediate_size"), raw.get("hidden_act", "gelu"))
+    mlp = MLPSpec(fields.count("intermediate_size"), raw.get("hidden_act", "gelu"))
     return ModelConfig(
         model_type="gpt_neox",
-        vocab_size=own.get("vocab_size"),
+        vocab_size=fields.get("vocab_size"),
         hidden_size=hidden,
-        max_positions=own.max_positions,
-        **pattern_of([LayerParts(attention, mlp)] * own.count("num_hidden_layers")),
+        max_positions=fields.max_positions,
+        **pattern_of([LayerParts(attention, mlp)] * fields.count("num_hidden_layers")),
         embed_size=hidden,
-        norm=NormSpec(eps=own.number("layer_norm_eps", 1e-5)),
+        norm=NormSpec(eps=fields.number("layer_norm_eps", 1e-5)),
         is_parallel=bool(raw.get("use_parallel_residual", True)),
         tied_head=bool(raw.get("tie_word_embeddings", False)),
-        **own.ids(bos=0, eos=2),
+        **fields.ids(bos=0, eos=2),
     )
 
 

@@ -11,21 +11,21 @@ from flexgen_jax.models.parts import AttentionSpec, ConfigError, LayerParts, MLP
 
 
 def _read_opt(raw: Mapping[str, Any]) -> ModelConfig:
-    own = Fields(raw)
+    fields = Fields(raw)
     pre_norm = bool(raw.get("do_layer_norm_before", True))
-    hidden, heads = own.count("hidden_size"), own.count("num_attention_heads")
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     if hidden % heads:
         raise ConfigError(f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}")
     bias, pad = bool(raw.get("enable_bias", True)), raw.get("pad_token_id")
     attention = AttentionSpec(heads, heads, hidden // heads, qkv_bias=bias, out_bias=bias)
-    mlp = MLPSpec(own.count("ffn_dim"), raw.get("activation_function", "relu"), bias=bias)
-    ids = own.ids(bos=2, eos=2) | {"pad_id": 1 if pad is None else pad}
+    mlp = MLPSpec(fields.count("ffn_dim"), raw.get("activation_function", "relu"), bias=bias)
+    ids = fields.ids(bos=2, eos=2) | {"pad_id": 1 if pad is None else pad}
     return ModelConfig(
         model_type="opt",
-        vocab_size=own.get("vocab_size"),
+        vocab_size=fields.get("vocab_size"),
         hidden_size=hidden,
-        max_positions=own.get("max_position_embeddings"),
-        **pattern_of([LayerParts(attention, mlp)] * own.count("num_hidden_layers")),
+        max_positions=fields.get("max_position_embeddings"),
+        **pattern_of([LayerParts(attention, mlp)] * fields.count("num_hidden_layers")),
         embed_size=raw.get("word_embed_proj_dim") or hidden,
         norm=NormSpec(is_affine=bool(raw.get("layer_norm_elementwise_affine", True))),
         norm_place="before" if pre_norm else "after",

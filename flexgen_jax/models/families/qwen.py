@@ -20,13 +20,13 @@ from flexgen_jax.models.family import SEEING, Family, Fields, fused, with_text
 def _qwen_types(raw: Mapping[str, Any]) -> list[str]:
     """Returns which layers of Qwen2 and 3 have windows, where the config does not say: the layers
     from `max_window_layers` on; in Qwen2-MoE every other one before it; in Qwen3-MoE all."""
-    most, kind = raw.get("max_window_layers", 28), raw["model_type"]
+    first_full, model_type = raw.get("max_window_layers", 28), raw["model_type"]
     layers = range(Fields(raw).count("num_hidden_layers"))
-    if kind == "qwen2_moe":
-        slide = [i % 2 == 0 and i < most for i in layers]
+    if model_type == "qwen2_moe":
+        slide = [i % 2 == 0 and i < first_full for i in layers]
     else:
-        slide = [kind == "qwen3_moe" or i >= most for i in layers]
-    return ["sliding_attention" if each else "full_attention" for each in slide]
+        slide = [model_type == "qwen3_moe" or i >= first_full for i in layers]
+    return ["sliding_attention" if has_window else "full_attention" for has_window in slide]
 
 
 def _qwen(raw: Mapping[str, Any], has_bias: bool, norm: str | None = None) -> ModelConfig:

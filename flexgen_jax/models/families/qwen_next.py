@@ -51,7 +51,7 @@ def _qwen3_next(raw: Mapping[str, Any]) -> ModelConfig:
     for name, allowed in (("attn_output_gate", True), ("output_gate_type", "swish")):
         if raw.get(name) not in (None, allowed):
             raise ConfigError(f"{name} is {raw[name]!r}, which is not supported")
-    own, has_bias = Fields(raw), bool(raw.get("attention_bias", False))
+    fields, has_bias = Fields(raw), bool(raw.get("attention_bias", False))
     attention = {
         "qkv_bias": has_bias,
         "out_bias": has_bias,
@@ -59,22 +59,22 @@ def _qwen3_next(raw: Mapping[str, Any]) -> ModelConfig:
         "is_gated": True,
         "rotates_part": True,
     }
-    norm = NormSpec(is_rms=True, eps=own.number("rms_norm_eps", 1e-6), offset=1.0)
+    norm = NormSpec(is_rms=True, eps=fields.number("rms_norm_eps", 1e-6), offset=1.0)
     config = read_llama(raw, attention, model={"norm": norm})
     delta_net = DeltaNetSpec(
-        key_heads=own.count("linear_num_key_heads", 16),
-        value_heads=own.count("linear_num_value_heads", 32),
-        key_size=own.count("linear_key_head_dim", 128),
-        value_size=own.count("linear_value_head_dim", 128),
-        width=own.count("linear_conv_kernel_dim", 4),
+        key_heads=fields.count("linear_num_key_heads", 16),
+        value_heads=fields.count("linear_num_value_heads", 32),
+        key_size=fields.count("linear_key_head_dim", 128),
+        value_size=fields.count("linear_value_head_dim", 128),
+        width=fields.count("linear_conv_kernel_dim", 4),
     )
-    kinds = [config.kinds[kind] for kind in config.pattern]
-    types = _types(raw, len(kinds))
-    kinds = [
-        replace(kind, mixer=delta_net) if layer_type == "linear_attention" else kind
-        for kind, layer_type in zip(kinds, types, strict=True)
+    layer_kinds = [config.kinds[kind_index] for kind_index in config.pattern]
+    types = _types(raw, len(layer_kinds))
+    layer_kinds = [
+        replace(kind_index, mixer=delta_net) if layer_type == "linear_attention" else kind_index
+        for kind_index, layer_type in zip(layer_kinds, types, strict=True)
     ]
-    return replace(config, **pattern_of(kinds))
+    return replace(config, **pattern_of(layer_kinds))
 
 
 def _qwen3_5(raw: Mapping[str, Any]) -> ModelConfig:
@@ -106,8 +106,10 @@ def _by_key_head(name: str, index: int, sizes: Callable[[DeltaNetSpec], list[int
     def find(tensor: TensorSpec, parts: LayerParts) -> Stored:
         spec = _delta_net(parts)
         rows = sizes(spec)
-        each = sum(rows)
-        return Stored(name, sum(rows[:index]), rows[index], each, each * spec.key_heads)
+        rows_per_head = sum(rows)
+        return Stored(
+            name, sum(rows[:index]), rows[index], rows_per_head, rows_per_head * spec.key_heads
+        )
 
     return find
 

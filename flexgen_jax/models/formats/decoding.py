@@ -42,12 +42,12 @@ def _codes(
     name: str, named: Mapping[str, np.ndarray], packing: Format, length: int, group: int = 0
 ) -> np.ndarray:
     """Returns codes, uint8 [row, length], from their parts."""
-    each = plane_length(length, packing.planes, packing.group if name == "packed" else group)
+    plane_size = plane_length(length, packing.planes, packing.group if name == "packed" else group)
     total, offset = None, 0
     for number, width in enumerate(packing.widths):
-        part = named[name + "_high" * number]
-        planes = [(part >> (width * n)) & ((1 << width) - 1) for n in range(8 // width)]
-        codes = np.concatenate(planes, axis=1)[:, : each * packing.planes]
+        plane = named[name + "_high" * number]
+        planes = [(plane >> (width * n)) & ((1 << width) - 1) for n in range(8 // width)]
+        codes = np.concatenate(planes, axis=1)[:, : plane_size * packing.planes]
         total = codes if total is None else total | (codes << offset)
         offset += width
     assert total is not None
@@ -59,10 +59,10 @@ def _levels(codes: np.ndarray, packing: Format) -> np.ndarray:
         return codes.astype(np.float32)
     if packing.levels in ("e2m1", "nf4"):
         table: np.ndarray = np.array(E2M1 if packing.levels == "e2m1" else NF4, np.float32)
-        chosen: np.ndarray = table[codes]
-        return chosen
-    kind = ml_dtypes.float8_e4m3fn if packing.levels == "e4m3" else ml_dtypes.float8_e5m2
-    floats: np.ndarray = codes.view(kind).astype(np.float32)
+        level_values: np.ndarray = table[codes]
+        return level_values
+    float8 = ml_dtypes.float8_e4m3fn if packing.levels == "e4m3" else ml_dtypes.float8_e5m2
+    floats: np.ndarray = codes.view(float8).astype(np.float32)
     return floats
 
 

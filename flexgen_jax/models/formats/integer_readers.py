@@ -83,8 +83,8 @@ class PackQuantized:
             self._order = _order(parts, ".weight_g_idx", group)
         zero, self._zero = None, None
         if parts.has(".weight_zero_point"):
-            end, each = ".weight_zero_point", 32 // self._bits
-            parts.check(end, (-(-rows // each), groups), "I32")
+            end, codes_per_word = ".weight_zero_point", 32 // self._bits
+            parts.check(end, (-(-rows // codes_per_word), groups), "I32")
             self._zero = unpack_words(parts.array(end), self._bits, axis=0)[:rows]
             zero = Factor("uint8", factor.group)
             if self._bits == 4 and groups > 1:
@@ -148,13 +148,13 @@ class _Transposed:
 
     def _check(self, columns: int, rows: int) -> int:
         """Checks scales and zeros; returns the number of elements of a group."""
-        parts = self._parts
-        groups = parts.shape(".scales")[0]
-        dtype = parts.dtype(".scales")
+        arrays = self._parts
+        groups = arrays.shape(".scales")[0]
+        dtype = arrays.dtype(".scales")
         if not groups or columns % groups:
-            raise parts.refused(".scales", f"has {groups} groups of {columns} columns")
-        parts.check(".scales", (groups, rows), *FLOATS)
-        parts.check(".qzeros", (groups, rows * self._bits // 32), "I32")
+            raise arrays.refused(".scales", f"has {groups} groups of {columns} columns")
+        arrays.check(".scales", (groups, rows), *FLOATS)
+        arrays.check(".qzeros", (groups, rows * self._bits // 32), "I32")
         self._dtype = FLOATS[dtype]
         return columns // groups
 
@@ -163,8 +163,8 @@ class _Transposed:
         middle = 1 << (self._bits - 1)
         is_even = bool((zeros == middle).all())
         self._zeros = None if is_even else zeros
-        many = zeros.shape[1] > 1 and self._bits == 4
-        zero = Factor("codes", group, bits=4) if many else Factor("uint8", group)
+        has_groups = zeros.shape[1] > 1 and self._bits == 4
+        zero = Factor("codes", group, bits=4) if has_groups else Factor("uint8", group)
         self.format = Format(
             self._bits,
             Factor(self._dtype, group),
@@ -196,7 +196,7 @@ class Gptq(_Transposed):
     def _counted(self, zeros: np.ndarray) -> np.ndarray:
         """Returns the zeros to subtract. The first version of the format stores one less,
         and checkpoints do not always say which they are: zeros in the middle do."""
-        middle, most = 1 << (self._bits - 1), (1 << self._bits) - 1
+        middle, max_code = 1 << (self._bits - 1), (1 << self._bits) - 1
         if (zeros == middle).all():
             return zeros
         version = str(self._parts.options.get("checkpoint_format", "gptq")).lower()
@@ -204,7 +204,7 @@ class Gptq(_Transposed):
             raise self._parts.refused(".qzeros", f"is of the unknown format {version!r}")
         if version == "gptq_v2" and not (zeros == middle - 1).all():
             return zeros
-        return (zeros + 1) & most
+        return (zeros + 1) & max_code
 
     def read(self, start: int, stop: int, expert: int | None = None) -> list[np.ndarray]:
         assert expert is None

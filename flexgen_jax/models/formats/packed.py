@@ -104,17 +104,17 @@ class Parts:
         """Returns the factor of an array of scales for a matrix: one for all, one a row, or one for
         each block of rows and columns."""
         shape, dtype = self.shape(end), self.dtype(end)
-        kind = "e8m0" if dtype in ("U8", "F8_E8M0") else FLOATS.get(dtype)
-        if kind is None:
+        factor_kind = "e8m0" if dtype in ("U8", "F8_E8M0") else FLOATS.get(dtype)
+        if factor_kind is None:
             raise self.refused(end, f"is {dtype}, which is no dtype of scales")
         if shape in ((), (1,), (1, 1)):
-            return Factor(kind, 0, rows=0)
+            return Factor(factor_kind, 0, rows=0)
         if shape in ((rows,), (rows, 1)):
-            return Factor(kind, 0, rows=1)
+            return Factor(factor_kind, 0, rows=1)
         if block is not None:
-            high, wide = block
-            self.check(end, (-(-rows // high), -(-columns // wide)), dtype)
-            return Factor(kind, wide, rows=high)
+            block_rows, block_columns = block
+            self.check(end, (-(-rows // block_rows), -(-columns // block_columns)), dtype)
+            return Factor(factor_kind, block_columns, rows=block_rows)
         raise self.refused(end, f"has shape {shape}, which does not fit ({rows}, {columns})")
 
     def _file(self) -> str:
@@ -143,6 +143,6 @@ def packed_rows(packed: PackedTensor, rows: slice, expert: int | None) -> list[n
     storage = Storage((stop - start, packed.shape[-1]), "float32", packed.format)
     leaves = []
     for array, leaf in zip(packed.read(start, stop, expert), storage.leaves, strict=True):
-        each = np.repeat(array, leaf.rows, axis=0) if leaf.rows > 1 else array
-        leaves.append(np.ascontiguousarray(each[inside]) if leaf.rows else each)
+        expanded = np.repeat(array, leaf.rows, axis=0) if leaf.rows > 1 else array
+        leaves.append(np.ascontiguousarray(expanded[inside]) if leaf.rows else expanded)
     return leaves

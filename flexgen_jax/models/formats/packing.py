@@ -12,9 +12,11 @@ def unpack_words(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
     """Returns the codes, uint8, of words (int32), lowest bits first, which follow each other along
     an axis: [i / 8, o] becomes [i, o] for 4 bits and axis 0."""
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    wide = np.expand_dims(np.ascontiguousarray(words).view(np.uint32), axis + 1)
-    wide = wide >> shifts.reshape([-1 if n == axis + 1 else 1 for n in range(wide.ndim)])
-    codes = (wide & ((1 << bits) - 1)).astype(np.uint8)
+    expanded = np.expand_dims(np.ascontiguousarray(words).view(np.uint32), axis + 1)
+    expanded = expanded >> shifts.reshape(
+        [-1 if n == axis + 1 else 1 for n in range(expanded.ndim)]
+    )
+    codes = (expanded & ((1 << bits) - 1)).astype(np.uint8)
     shape = list(words.shape)
     shape[axis] *= len(shifts)
     return codes.reshape(shape)
@@ -31,19 +33,21 @@ def packed_parts(codes: np.ndarray, packing: Format | Factor) -> list[np.ndarray
     """Returns the stored parts of codes, uint8 [row, element], of a format that is grouped along
     the last axis, or of a factor."""
     count = codes.shape[1]
-    own = packing if isinstance(packing, Format) else Format(packing.bits, Factor("uint8", 0))
-    parts, offset = [], 0
-    for width, length in Storage(codes.shape, "float32", own).parts(count, packing):
+    code_format = (
+        packing if isinstance(packing, Format) else Format(packing.bits, Factor("uint8", 0))
+    )
+    packed_planes, offset = [], 0
+    for width, length in Storage(codes.shape, "float32", code_format).parts(count, packing):
         planes = 8 // width
-        some = (codes >> offset) & ((1 << width) - 1) if width < 8 else codes
+        bits = (codes >> offset) & ((1 << width) - 1) if width < 8 else codes
         padded = np.zeros((codes.shape[0], length * planes), np.uint8)
-        padded[:, :count] = some
-        part = padded[:, :length].copy()
+        padded[:, :count] = bits
+        plane = padded[:, :length].copy()
         for index in range(1, planes):
-            part |= padded[:, index * length : (index + 1) * length] << (width * index)
-        parts.append(part)
+            plane |= padded[:, index * length : (index + 1) * length] << (width * index)
+        packed_planes.append(plane)
         offset += width
-    return parts
+    return packed_planes
 
 
 def order_of(group_of: np.ndarray, group: int) -> np.ndarray | None:

@@ -71,21 +71,21 @@ class Storage:
         elements."""
         if self.format is None:
             return (Leaf("", self.shape, self.dtype),)
-        parts = [
+        code_parts = [
             Leaf("packed" + "_high" * number, self.along(length), "uint8")
             for number, (_, length) in enumerate(self.parts(self.length, self.packing))
         ]
         for name, factor in self.packing.factors:
-            parts += self._of_factor(name, factor)
+            code_parts += self._of_factor(name, factor)
         if self.packing.has_order:
-            parts.append(Leaf("order", (self.length,), "int32", rows=0))
-        return tuple(parts)
+            code_parts.append(Leaf("order", (self.length,), "int32", rows=0))
+        return tuple(code_parts)
 
     def parts(self, length: int, packed: Format | Factor) -> list[tuple[int, int]]:
         """Returns the bits of each part of `length` codes, and its length in bytes."""
         codes = packed if isinstance(packed, Format) else _codes_of(packed)
-        each = plane_length(length, codes.planes, codes.group if packed is codes else 0)
-        return [(width, each * codes.planes * width // 8) for width in codes.widths]
+        plane_size = plane_length(length, codes.planes, codes.group if packed is codes else 0)
+        return [(width, plane_size * codes.planes * width // 8) for width in codes.widths]
 
     def along(self, length: int, rows: int | None = None) -> tuple[int, ...]:
         """Returns the shape with `length` elements along the grouped axis; rows: instead of the
@@ -130,5 +130,5 @@ def kv_storage(shape: tuple[int, ...], dtype: str, bits: int) -> Storage:
     if bits == 16:
         return Storage(shape, dtype)
     head_dim = shape[-1]
-    parts = max(n for n in range(1, max(1, head_dim // GROUP_SIZE) + 1) if head_dim % n == 0)
-    return Storage(shape, dtype, affine(bits, head_dim // parts))
+    num_parts = max(n for n in range(1, max(1, head_dim // GROUP_SIZE) + 1) if head_dim % n == 0)
+    return Storage(shape, dtype, affine(bits, head_dim // num_parts))

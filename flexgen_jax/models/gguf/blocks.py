@@ -128,9 +128,9 @@ def _mxfp4(blocks: np.ndarray) -> Taken:
 def _scales_and_minima(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns 8 scales and 8 minima of 6 bits from 12 bytes of each block: the first four scales
     and minima are the low bits of eight bytes; the top bits belong to the last four."""
-    scale, minimum, rest = stored[:, :, :4], stored[:, :, 4:8], stored[:, :, 8:]
-    scales = np.concatenate([scale & 63, (rest & 15) | (scale >> 6) << 4], axis=2)
-    minima = np.concatenate([minimum & 63, (rest >> 4) | (minimum >> 6) << 4], axis=2)
+    scale, minimum, top_bits = stored[:, :, :4], stored[:, :, 4:8], stored[:, :, 8:]
+    scales = np.concatenate([scale & 63, (top_bits & 15) | (scale >> 6) << 4], axis=2)
+    minima = np.concatenate([minimum & 63, (top_bits >> 4) | (minimum >> 6) << 4], axis=2)
     return _joined(scales), _joined(minima)
 
 
@@ -148,18 +148,25 @@ def _q4_k(blocks: np.ndarray) -> Taken:
 
 def _q5_k(blocks: np.ndarray) -> Taken:
     scales, minima = _scales_and_minima(blocks[:, :, 4:16])
-    high = blocks[:, :, 16:48]
-    fifth = np.stack([(high >> n & 1) << 4 for n in range(8)], axis=2)  # 8 chunks of 32
+    high_bits = blocks[:, :, 16:48]
+    fifth = np.stack([(high_bits >> n & 1) << 4 for n in range(8)], axis=2)  # 8 chunks of 32
     codes = _quarters(blocks[:, :, 48:]) | fifth.reshape(*fifth.shape[:2], SUPER)
     return _joined(codes), [scales, _half(blocks, 0), minima, _half(blocks, 2)]
 
 
 def _q6_k(blocks: np.ndarray) -> Taken:
-    low = blocks[:, :, :128].reshape(*blocks.shape[:2], 2, 2, 32)  # half, byte's number, element
-    high = blocks[:, :, 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
-    parts = [low & 15, low >> 4]  # 64 elements of a half from the low bits, 64 from the high ones
-    upper = [np.concatenate([(high >> n) & 3, (high >> (n + 2)) & 3], axis=3) for n in (0, 4)]
-    codes = np.concatenate([p | u << 4 for p, u in zip(parts, upper, strict=True)], axis=3)
+    low_bits = blocks[:, :, :128].reshape(
+        *blocks.shape[:2], 2, 2, 32
+    )  # half, byte's number, element
+    high_bits = blocks[:, :, 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
+    halves = [
+        low_bits & 15,
+        low_bits >> 4,
+    ]  # 64 elements of a half from the low bits, 64 from the high ones
+    upper = [
+        np.concatenate([(high_bits >> n) & 3, (high_bits >> (n + 2)) & 3], axis=3) for n in (0, 4)
+    ]
+    codes = np.concatenate([p | u << 4 for p, u in zip(halves, upper, strict=True)], axis=3)
     scales = np.ascontiguousarray(blocks[:, :, 192:208]).view(np.int8)
     return _joined(codes), [_joined(scales), _half(blocks, 208)]
 
@@ -171,17 +178,22 @@ def _two_bits(stored: np.ndarray) -> np.ndarray:
 
 
 def _q2_k(blocks: np.ndarray) -> Taken:
-    both = blocks[:, :, :16]
+    packed_factors = blocks[:, :, :16]
     codes = _two_bits(blocks[:, :, 16:80])
-    factors = [_joined(both & 15), _half(blocks, 80), _joined(both >> 4), _half(blocks, 82)]
+    factors = [
+        _joined(packed_factors & 15),
+        _half(blocks, 80),
+        _joined(packed_factors >> 4),
+        _half(blocks, 82),
+    ]
     return _joined(codes), factors
 
 
 def _q3_k(blocks: np.ndarray) -> Taken:
     mask = blocks[:, :, :32]
     third = np.stack([(mask >> n) & 1 for n in range(8)], axis=2)  # 8 parts of 32
-    low = _two_bits(blocks[:, :, 32:96]).reshape(*third.shape)
-    codes = low | third << 2
+    low_bits = _two_bits(blocks[:, :, 32:96]).reshape(*third.shape)
+    codes = low_bits | third << 2
     stored, top = blocks[:, :, 96:104], blocks[:, :, 104:108]
     lower = np.concatenate([stored & 15, stored >> 4], axis=2)
     upper = np.concatenate([(top >> (2 * n)) & 3 for n in range(4)], axis=2)

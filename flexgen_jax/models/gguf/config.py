@@ -76,37 +76,37 @@ def _rope(keys: _Keys) -> dict[str, Any]:
     those of "longrope" with one kind of length."""
     theta = float(keys.maybe("rope.freq_base") or 10000.0)
     rope: dict[str, Any] = {"rope_theta": theta, "rope_type": "default"}
-    kind, length = keys.maybe("rope.scaling.type"), keys.need("context_length")
+    scaling_type, length = keys.maybe("rope.scaling.type"), keys.need("context_length")
     factors = keys.file.tensors.get("rope_freqs.weight")
     if factors is not None:
         stored = keys.file.bytes[factors.begin : factors.begin + factors.nbytes]
-        each = [float(factor) for factor in stored.view("<f4")]
+        factor_list = [float(factor) for factor in stored.view("<f4")]
         return rope | {
             "rope_type": "longrope",
-            "short_factor": each,
-            "long_factor": each,
+            "short_factor": factor_list,
+            "long_factor": factor_list,
             "factor": 1.0,
             "attention_factor": 1.0,
             "original_max_position_embeddings": length,
         }
-    if kind in ("linear", "yarn"):
-        rope |= {"rope_type": kind, "factor": float(keys.need("rope.scaling.factor"))}
+    if scaling_type in ("linear", "yarn"):
+        rope |= {"rope_type": scaling_type, "factor": float(keys.need("rope.scaling.factor"))}
         original = keys.maybe("rope.scaling.original_context_length")
-        if kind == "yarn" and original:
+        if scaling_type == "yarn" and original:
             rope["original_max_position_embeddings"] = original
-    elif kind not in (None, "none"):
-        raise CheckpointError(f"{keys.file.path}: rope scaling {kind!r} is not supported")
+    elif scaling_type not in (None, "none"):
+        raise CheckpointError(f"{keys.file.path}: rope scaling {scaling_type!r} is not supported")
     return rope
 
 
 def _llama(keys: _Keys) -> dict[str, Any]:
     experts = keys.maybe("expert_count")
     size = keys.maybe("rope.dimension_count")
-    own = {"head_dim": keys.maybe("attention.key_length") or size, "mlp_bias": False}
-    own["attention_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
+    extra_fields = {"head_dim": keys.maybe("attention.key_length") or size, "mlp_bias": False}
+    extra_fields["attention_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
     if not experts:
-        return own | {"model_type": "llama"}
-    return own | {
+        return extra_fields | {"model_type": "llama"}
+    return extra_fields | {
         "model_type": "mixtral",
         "num_local_experts": experts,
         "num_experts_per_tok": keys.need("expert_used_count"),

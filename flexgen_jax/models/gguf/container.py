@@ -141,18 +141,21 @@ class GgufFile:
         if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise ValueError(f"tensor {name!r} has {dimensions} dimensions")
         shape = tuple(self._number("<Q") for _ in range(dimensions))[::-1]
-        kind, begin = self._number("<I"), self._number("<Q")
-        if kind not in NAMES:
-            raise CheckpointError(f"{self.path}: tensor {name!r} has the unknown type {kind}")
-        block = BLOCKS.get(NAMES[kind])
+        tensor_type, begin = self._number("<I"), self._number("<Q")
+        if tensor_type not in NAMES:
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} has the unknown type {tensor_type}"
+            )
+        block = BLOCKS.get(NAMES[tensor_type])
         if block is None:
             raise CheckpointError(
-                f"{self.path}: tensor {name!r} has type {NAMES[kind]}, which is not supported; "
+                f"{self.path}: tensor {name!r} has type {NAMES[tensor_type]}, which is not "
+                "supported; "
                 f"supported: {', '.join(BLOCKS)}"
             )
         if shape[-1] % block.elements:
             raise CheckpointError(
                 f"{self.path}: tensor {name!r} has rows of {shape[-1]} elements, which blocks of "
-                f"{block.elements} ({NAMES[kind]}) do not divide"
+                f"{block.elements} ({NAMES[tensor_type]}) do not divide"
             )
-        return name, Entry(kind, shape, begin, prod(shape) // block.elements * block.nbytes)
+        return name, Entry(tensor_type, shape, begin, prod(shape) // block.elements * block.nbytes)

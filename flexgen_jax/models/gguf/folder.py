@@ -24,7 +24,7 @@ def files_of(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         number = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
         ends |= set() if number is None else {int(number)}
     types = file.metadata.get("tokenizer.ggml.token_type", ())
-    control = {tokens[n]: n for n, kind in enumerate(types) if kind == 3}
+    control = {tokens[n]: n for n, token_type in enumerate(types) if token_type == 3}
     ends |= {control[token] for token in ENDS_OF_TURNS if token in control}
     return {
         "config.json": config,

@@ -110,8 +110,8 @@ class GgufTensors:
 
     def numbers(self, name: str) -> np.ndarray:
         """Returns a vector. Files of Gemma have norms with 1 added."""
-        kind = self.kind(name)
-        vector: np.ndarray = _plain(self.blocks(name, 0, 1), kind, self._file.path)[0]
+        tensor_type = self.kind(name)
+        vector: np.ndarray = _plain(self.blocks(name, 0, 1), tensor_type, self._file.path)[0]
         if self._type.startswith("gemma") and name.endswith("norm.weight"):
             vector = vector - np.float32(1)
         return vector
@@ -133,17 +133,17 @@ class GgufTensors:
             if name not in USELESS:
                 yield TOP.get(name, name), None
             return
-        layer, part, end = match.groups()
+        layer, tensor_name, end = match.groups()
         table = PARTS | OF_GEMMA if self._type.startswith("gemma") else PARTS
         before = f"model.layers.{layer}."
-        if part in EXPERTS:
-            own, block = EXPERTS[part], "mlp"
+        if tensor_name in EXPERTS:
+            path, block = EXPERTS[tensor_name], "mlp"
             if self._type == "mixtral":
-                own, block = MIXTRAL[own], "block_sparse_moe"
+                path, block = MIXTRAL[path], "block_sparse_moe"
             for expert in range(entry.shape[0]):
-                yield f"{before}{block}.experts.{expert}.{own}.{end}", expert
+                yield f"{before}{block}.experts.{expert}.{path}.{end}", expert
             return
-        plain = table.get(part, part)
+        plain = table.get(tensor_name, tensor_name)
         if self._type == "mixtral" and plain == "mlp.gate":
             plain = "block_sparse_moe.gate"
         yield f"{before}{plain}.{end}", None
@@ -166,9 +166,9 @@ class _Rows:
 
 def _plain(blocks: np.ndarray, kind: str, path: Path) -> np.ndarray:
     """Returns rows of plain numbers, or decoded ones."""
-    kinds = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-    if kind in kinds:
-        return blocks.view(kinds[kind])
+    dtypes = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+    if kind in dtypes:
+        return blocks.view(dtypes[kind])
     try:
         return decoded_by_package(blocks, kind)
     except ImportError:

@@ -51,17 +51,18 @@ REPEATS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken", "pixtral"})
 def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     """Returns the JSON of the files by their names; raises `CheckpointError` for a kind that is not
     read."""
-    kind = file.metadata.get("tokenizer.ggml.model")
+    model_type = file.metadata.get("tokenizer.ggml.model")
     makers = {"gpt2": _bpe, "llama": _pieces}
-    if kind not in makers or "tokenizer.ggml.tokens" not in file.metadata:
+    if model_type not in makers or "tokenizer.ggml.tokens" not in file.metadata:
         raise CheckpointError(
-            f"{file.path}: tokenizer {kind!r} is not supported; supported: {', '.join(makers)}"
+            f"{file.path}: tokenizer {model_type!r} is not supported; supported: "
+            f"{', '.join(makers)}"
         )
     tokens = file.metadata["tokenizer.ggml.tokens"]
-    types = [int(kind) for kind in file.metadata.get("tokenizer.ggml.token_type", ())]
+    types = [int(model_type) for model_type in file.metadata.get("tokenizer.ggml.token_type", ())]
     types = types or [NORMAL] * len(tokens)
-    parts = makers[kind](file, tokens, types)
-    whole = tokenizer_json.whole(parts, tokenizer_json.added_by_type(tokens, types))
+    model_parts = makers[model_type](file, tokens, types)
+    whole = tokenizer_json.whole(model_parts, tokenizer_json.added_by_type(tokens, types))
     _add_ends(file, tokens, whole)
     return {"tokenizer.json": whole, "tokenizer_config.json": _config(file, tokens)}
 
@@ -110,11 +111,13 @@ def _add_ends(file: GgufFile, tokens: Sequence[str], whole: dict[str, Any]) -> N
         for name, end in ends.items()
     }
     first, last = marks.get("bos", []), marks.get("eos", [])
-    one, other = ({"Sequence": {"id": name, "type_id": n}} for n, name in enumerate("AB"))
+    first_sequence, second_sequence = (
+        {"Sequence": {"id": name, "type_id": n}} for n, name in enumerate("AB")
+    )
     template = {
         "type": "TemplateProcessing",
-        "single": [*first, one, *last],
-        "pair": [*first, one, *last, *first, other, *last],
+        "single": [*first, first_sequence, *last],
+        "pair": [*first, first_sequence, *last, *first, second_sequence, *last],
         "special_tokens": {
             end[1]: {"id": end[1], "ids": [end[0]], "tokens": [end[1]]}
             for end in ends.values()
