@@ -152,9 +152,10 @@ def tell(
     if report:
         click.echo(f"flexgen-jax: {account(report)}", err=True)
     if summary.commonest is not None:
-        said, count = summary.commonest
+        error_text, count = summary.commonest
         click.echo(
-            f"flexgen-jax: {count} of {summary.errors} errors: {said}. Use --retry-errors to run "
+            f"flexgen-jax: {count} of {summary.errors} errors: {error_text}. Use "
+            "--retry-errors to run "
             "failed requests again, or append corrected requests to the input",
             err=True,
         )

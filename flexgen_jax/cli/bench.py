@@ -160,8 +160,8 @@ def text_lengths(lengths: str, count: int, most: int, seed: int) -> list[int]:
     name, _, mean = lengths.partition(":")
     if name == "lognormal" and mean.isdigit() and int(mean) > 0:
         drawn = np.random.default_rng(seed).lognormal(0, SIGMA, count)
-        wanted = np.round(drawn / drawn.mean() * int(mean))
-        return [int(n) for n in np.clip(wanted, 1, most)]
+        lengths_drawn = np.round(drawn / drawn.mean() * int(mean))
+        return [int(n) for n in np.clip(lengths_drawn, 1, most)]
     try:
         lengths_read = [int(line) for line in Path(lengths).read_text().split()]
     except OSError as error:
@@ -180,13 +180,17 @@ def bench_summary(report: Report) -> str:
     moved = ", ".join(f"{link} {n / 1e9:.2f} GB" for link, n in report["bytes"].items() if n)
     steps = max(1, report["decode_steps"])
     decoded = report["decode_bytes"].items()
-    each = ", ".join(f"{link} {n / steps / 1e6:.2f} MB" for link, n in decoded if n)
-    busy = ", ".join(f"{what} {s:.1f} s" for what, s in report["busy_s"].items() if s > 0.005)
+    per_step = ", ".join(f"{link} {n / steps / 1e6:.2f} MB" for link, n in decoded if n)
+    busy = ", ".join(
+        f"{resource} {s:.1f} s" for resource, s in report["busy_s"].items() if s > 0.005
+    )
     if "compute" not in report["busy_s"]:
         busy = f"{busy or 'not timed'} (use --breakdown to time compute and copies)"
     peaks = ", ".join(f"{tier} {n / 2**30:.2f} GiB" for tier, n in report["peak_bytes"].items())
     device_peak = report["device_peak_bytes"]
-    own = f" (the device reports {device_peak / 2**30:.2f} GiB)" if device_peak is not None else ""
+    device_note = (
+        f" (the device reports {device_peak / 2**30:.2f} GiB)" if device_peak is not None else ""
+    )
     drafts = report.get("drafts", {})
     guesses = ""
     if drafts.get("passes"):
@@ -201,8 +205,8 @@ def bench_summary(report: Report) -> str:
         f"(prefill {report['prefill_s']:.2f} s, decode {report['decode_s']:.2f} s; "
         f"not counted: loading weights {report['init_s']:.1f} s, compiling "
         f"{report['compile_s']:.1f} s)\n"
-        f"moved: {moved or 'nothing'}\nmoved per decode step: {each or 'nothing'}\n"
-        f"busy: {busy}\npeak: {peaks}{own}{guesses}"
+        f"moved: {moved or 'nothing'}\nmoved per decode step: {per_step or 'nothing'}\n"
+        f"busy: {busy}\npeak: {peaks}{device_note}{guesses}"
     )
 
 
@@ -218,11 +222,11 @@ def breakdown_table(report: Mapping[str, Any]) -> str:
         cells = [_cell(by_kind.get((resource, content, phase))) for phase in PHASES]
         name = f"{resource.replace('_', ' ')}: {content}"
         rows.append(f"{name:34}{'  '.join(cells)}")
-    others = [
+    other_seconds = [
         f"{max(0.0, report[f'{phase}_s'] - (report['any_busy_s'][phase] or 0.0)):10.2f}{'':14}"
         for phase in PHASES
     ]
-    rows.append(f"{'other (nothing of these under way)':34}{'  '.join(others)}")
+    rows.append(f"{'other (nothing of these under way)':34}{'  '.join(other_seconds)}")
     return "\n".join(row.rstrip() for row in rows)
 
 

@@ -54,35 +54,39 @@ class Conversation:
         from flexgen_jax.cli.showing import interrupting, show_text
         from flexgen_jax.models.chat import ChatOptions
 
-        asked = [*self.messages, {"role": "user", "content": text}]
+        conversation = [*self.messages, {"role": "user", "content": text}]
         options = ChatOptions(variables=self.variables, now=self.now or datetime.now())
-        _, ids = self.llm.chat_prompt(asked, options)
+        _, ids = self.llm.chat_prompt(conversation, options)
         began = time.perf_counter()
         with interrupting(lambda: self.llm.cancel(ANSWER)):
             try:
                 shown, _ = show_text(self.llm, ids, self.params, has_reasoning=True)
             except PromptError:
-                most = self.llm.config.max_positions - 1
+                max_tokens = self.llm.config.max_positions - 1
                 raise UserError(
                     f"the conversation has {len(ids)} tokens, but the model's context has room "
-                    f"for only {most}; start a new one with /reset"
+                    f"for only {max_tokens}; start a new one with /reset"
                 ) from None
         if not shown.tokens:
             return
         answer = {"role": "assistant", "content": shown.content}
         if shown.reasoning:
             answer["reasoning_content"] = shown.reasoning
-        self.messages = [*asked, answer]
+        self.messages = [*conversation, answer]
         if sys.stderr.isatty():
             seconds = time.perf_counter() - shown.first_at
             speed = f", {(shown.tokens - 1) / seconds:.1f} token/s" if shown.tokens > 1 else ""
-            said = f"{shown.tokens} tokens, the first after {shown.first_at - began:.1f} s{speed}"
-            click.echo(click.style(said, dim=True), err=True)
+            summary = (
+                f"{shown.tokens} tokens, the first after {shown.first_at - began:.1f} s{speed}"
+            )
+            click.echo(click.style(summary, dim=True), err=True)
 
     def tell(self, system: str) -> None:
         """Sets the system message, or takes it back."""
-        rest = [message for message in self.messages if message["role"] != "system"]
-        self.messages = [{"role": "system", "content": system}, *rest] if system else rest
+        other_messages = [message for message in self.messages if message["role"] != "system"]
+        self.messages = (
+            [{"role": "system", "content": system}, *other_messages] if system else other_messages
+        )
 
     def save(self, name: str) -> None:
         if not name:
@@ -93,16 +97,16 @@ class Conversation:
 
     def command(self, line: str) -> bool:
         """Runs a slash command; returns False to end the conversation."""
-        name, _, rest = line[1:].partition(" ")
+        name, _, argument = line[1:].partition(" ")
         match name:
             case "exit" | "quit" | "bye":
                 return False
             case "system":
-                self.tell(rest.strip())
+                self.tell(argument.strip())
             case "reset":
                 self.messages = [m for m in self.messages if m["role"] == "system"]
             case "save":
-                self.save(rest.strip())
+                self.save(argument.strip())
             case _:
                 if name != "help":
                     click.echo(f"flexgen-jax: unknown command /{name}", err=True)
@@ -229,11 +233,11 @@ def _read_message() -> str | None:
         return "\n".join(lines)
     lines = [line]
     while lines[-1].endswith("\\"):
-        more = _read_line(". ")
+        next_line = _read_line(". ")
         lines[-1] = lines[-1][:-1]
-        if more is None:
+        if next_line is None:
             break
-        lines.append(more)
+        lines.append(next_line)
     return "\n".join(lines)
 
 

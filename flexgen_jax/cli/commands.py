@@ -62,9 +62,9 @@ class Command(click.Command):
             row = param.get_help_record(ctx)
             if row is not None and isinstance(param, click.Option):
                 rows.setdefault(getattr(param, "heading", "Options"), []).append(row)
-        for heading, some in rows.items():
+        for heading, records in rows.items():
             with formatter.section(heading):
-                formatter.write_dl(some)
+                formatter.write_dl(records)
 
 
 def now_option(command: Any) -> Any:
@@ -135,8 +135,8 @@ def read_flag_defaults(group: click.Group) -> dict[str, Any]:
     tables = {key: value for key, value in content.items() if isinstance(value, dict)}
     for_all = {key: value for key, value in content.items() if key not in tables}
     try:
-        known = set(_all_flags(group))
-        unknown = [key for key in for_all if _flag(key) not in known]
+        known_flags = set(_all_flags(group))
+        unknown = [key for key in for_all if _flag(key) not in known_flags]
         if unknown:
             raise UserError(
                 f"{unknown[0]!r} is not a flag of any command; see `flexgen-jax COMMAND --help`"
@@ -155,15 +155,15 @@ def _defaults(
         if unknown:
             raise UserError(f"[{unknown[0]}] is not a command; see `flexgen-jax --help`")
         return {
-            name: _defaults(each, entries.get(name, {}), for_all)
-            for name, each in command.commands.items()
+            name: _defaults(child, entries.get(name, {}), for_all)
+            for name, child in command.commands.items()
         }
     flags = _flags(command)
     unknown = [key for key in entries if _flag(key) not in flags]
     if unknown:
         raise UserError(f"[{command.name}] has {unknown[0]!r}, which is not a flag of that command")
-    given = {**for_all, **entries}
-    return {flags[_flag(key)]: value for key, value in given.items() if _flag(key) in flags}
+    values = {**for_all, **entries}
+    return {flags[_flag(key)]: value for key, value in values.items() if _flag(key) in flags}
 
 
 def _flag(key: str) -> str:
@@ -183,5 +183,5 @@ def _flags(command: click.Command) -> dict[str, str]:
 
 def _all_flags(command: click.Command) -> Iterator[str]:
     yield from _flags(command)
-    for each in command.commands.values() if isinstance(command, click.Group) else ():
-        yield from _all_flags(each)
+    for child in command.commands.values() if isinstance(command, click.Group) else ():
+        yield from _all_flags(child)

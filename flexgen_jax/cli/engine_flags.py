@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def parse_split(name: str, text: str) -> Placement:
     """Parses "device=20,host=80" as a placement; the rest goes to disk."""
     shares: dict[str, float] = {}
-    for part in text.split(","):
-        tier, _, percent = part.partition("=")
+    for entry in text.split(","):
+        tier, _, percent = entry.partition("=")
         try:
             value = float(percent)
         except ValueError:
@@ -86,14 +86,14 @@ def engine_options(
     batch size if a given policy has none; shows_tokens: whether tokens are printed, which
     replaces the progress bar."""
     names = {field.name for field in fields(EngineOptions)}
-    own = {name: value for name, value in flags.items() if name in names}
-    shape = {name: value for name, value in flags.items() if name not in own}
+    option_fields = {name: value for name, value in flags.items() if name in names}
+    shape = {name: value for name, value in flags.items() if name not in option_fields}
     policy = build_policy(default_batches=default_batches, **shape)
-    if own["progress"] is None:
-        own["progress"] = sys.stderr.isatty()
-    if own["progress"] and shows_tokens:
-        own["progress"] = "placing"
-    return EngineOptions(policy=policy or "auto", **own, **more)
+    if option_fields["progress"] is None:
+        option_fields["progress"] = sys.stderr.isatty()
+    if option_fields["progress"] and shows_tokens:
+        option_fields["progress"] = "placing"
+    return EngineOptions(policy=policy or "auto", **option_fields, **more)
 
 
 def open_llm(options: EngineOptions) -> LLM:

@@ -137,14 +137,14 @@ def generate(
     from flexgen_jax.engine.files import Prompt, read_prompts, read_text
     from flexgen_jax.engine.sampling import SamplingParams
 
-    given = [Prompt(text, f"PROMPTS, number {n}") for n, text in enumerate(prompts, 1)]
+    all_prompts = [Prompt(text, f"PROMPTS, number {n}") for n, text in enumerate(prompts, 1)]
     if prompts_file is not None:
-        given += read_prompts(prompts_file)
-    elif not given:
-        given = [Prompt(DEMO_PROMPT, "")]
+        all_prompts += read_prompts(prompts_file)
+    elif not all_prompts:
+        all_prompts = [Prompt(DEMO_PROMPT, "")]
         click.echo(f'flexgen-jax: using a built-in prompt: "{DEMO_PROMPT}"', err=True)
     prefix = "" if prefix_file is None else read_text(prefix_file, "--prefix")
-    given = [Prompt(prefix + prompt.text, prompt.where) for prompt in given]
+    all_prompts = [Prompt(prefix + prompt.text, prompt.where) for prompt in all_prompts]
     try:
         params = SamplingParams(
             max_tokens, temperature, top_k, top_p, stop, flags["seed"], ignore_eos
@@ -156,14 +156,14 @@ def generate(
     if chat is None and (chat_options or now is not None):
         raise UserError("--chat-option and --now need --chat")
     echoes = not is_chat if echoes is None else echoes
-    streams = output is None and len(given) == 1 and sys.stdout.isatty()
-    options = engine_options(flags, default_batches=len(given), shows_tokens=streams)
+    streams = output is None and len(all_prompts) == 1 and sys.stdout.isatty()
+    options = engine_options(flags, default_batches=len(all_prompts), shows_tokens=streams)
     if output is not None:
-        run_job(given, params, output, options, chat, json_file)
+        run_job(all_prompts, params, output, options, chat, json_file)
     else:
         shows = echoes if streams else None
-        results, report = run_prompts(given, prefix, params, options, chat, shows)
-        print_results(given, results, report, json_file, None if streams else echoes)
+        results, report = run_prompts(all_prompts, prefix, params, options, chat, shows)
+        print_results(all_prompts, results, report, json_file, None if streams else echoes)
     if flags["model"] is None:
         logger().info(TOY)
 
@@ -284,15 +284,17 @@ def request_lines(texts: Sequence[str], params: SamplingParams, chat: Chat | Non
     """Returns the lines of a job that asks for the prompts' texts, or for answers to them: the
     plain form of docs/batch.md, with the prompts' numbers from 1 as ids."""
     names = ("max_tokens", "temperature", "top_k", "top_p")
-    chosen = {name: getattr(params, name) for name in names if getattr(params, name) is not None}
-    asked = {**chosen, "stop": list(params.stop), "ignore_eos": params.ignore_eos}
+    set_fields = {
+        name: getattr(params, name) for name in names if getattr(params, name) is not None
+    }
+    body = {**set_fields, "stop": list(params.stop), "ignore_eos": params.ignore_eos}
     if chat is not None:
-        asked["chat_template_kwargs"] = dict(chat.variables)
+        body["chat_template_kwargs"] = dict(chat.variables)
     lines = []
     for number, text in enumerate(texts, 1):
         message = {"messages": [{"role": "user", "content": text}]}
-        own = {"prompt": text} if chat is None else message
-        lines.append(json.dumps({"id": str(number), **own, **asked}))
+        prompt_field = {"prompt": text} if chat is None else message
+        lines.append(json.dumps({"id": str(number), **prompt_field, **body}))
     return "\n".join(lines).encode() + b"\n"
 
 
@@ -307,10 +309,10 @@ def _with_reasoning(llm: LLM, result: RequestOutput, chat: Chat | None) -> dict[
     """Returns a result as JSON; of a conversation, with the answer apart from its reasoning."""
     from flexgen_jax.engine.files import as_json
 
-    parts = None if chat is None else llm.reasoning(result)
-    if parts is None:
+    reasoned = None if chat is None else llm.reasoning(result)
+    if reasoned is None:
         return as_json(result)
-    content = {"reasoning_content": parts.reasoning, "content": parts.content or ""}
+    content = {"reasoning_content": reasoned.reasoning, "content": reasoned.content or ""}
     return {**as_json(result), **content}
 
 
@@ -327,8 +329,8 @@ def _continued(
         return [_shown(llm, texts[0], params, chat, shows)]
     if chat is None:
         return llm.generate(texts, params, prefix=prefix or None)
-    asked = [[{"role": "user", "content": text}] for text in texts]
-    return llm.chat(asked, params, chat_template_kwargs=chat.variables, now=chat.now)
+    conversations = [[{"role": "user", "content": text}] for text in texts]
+    return llm.chat(conversations, params, chat_template_kwargs=chat.variables, now=chat.now)
 
 
 def _shown(

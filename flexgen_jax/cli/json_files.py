@@ -38,12 +38,12 @@ def write_json(path: Path | None, content: Any) -> None:
     path = path.resolve() if path.is_file() else path  # a symbolic link stays one
     # Written whole or not at all, unless it is a pipe, a device, or in a folder of somebody else's.
     is_whole = (path.is_file() or not path.exists()) and os.access(path.parent, os.W_OK)
-    part = path.with_name(path.name + ".part") if is_whole else path
+    partial = path.with_name(path.name + ".part") if is_whole else path
     try:
-        part.write_text(json.dumps(content, indent=2) + "\n")
+        partial.write_text(json.dumps(content, indent=2) + "\n")
         if is_whole:
-            part.replace(path)
+            partial.replace(path)
     except OSError as error:
         if is_whole:
-            part.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
         raise UserError(f"cannot write --json {path}: {error.strerror or error}") from None

@@ -31,9 +31,10 @@ def models(json_file: Path | None) -> None:
         for name, config in members:
             spec = model_spec(config)
             active = sum(layer.active_size for layer in spec.decoders) + spec.head.large_size
-            used = f", {_count(active)} per token" if config.has_experts else ""
+            active_note = f", {_count(active)} per token" if config.has_experts else ""
             click.echo(
-                f"  {name:38} {_count(spec.num_parameters):>6}{used}, {config.num_layers} layers, "
+                f"  {name:38} {_count(spec.num_parameters):>6}{active_note}, "
+                f"{config.num_layers} layers, "
                 f"context {config.max_positions}"
             )
             rows.append(

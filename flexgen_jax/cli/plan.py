@@ -102,20 +102,20 @@ def plan(
         draft_accepted=draft_accepted,
     )
     problem = replace(problem, max_latency=max_latency, min_throughput=min_throughput)
-    given = None if options.is_auto else options.base_policy
+    fixed_policy = None if options.is_auto else options.base_policy
     if options.progress:
         click.echo(
             "flexgen-jax: searching for a policy; this may take minutes for large models", err=True
         )
     if options.stages > 1:
         limits = (max_latency, min_throughput, options.write_limit, prefix_len or None)
-        refuse_with_stages(given, latency_curve, *limits)
+        refuse_with_stages(fixed_policy, latency_curve, *limits)
         chain = staged_plan(problem, options.stages)
         click.echo(staged_text(problem, chain))
         write_json(json_file, staged_json(problem, chain))
         return
-    plans = made_plans(problem, given)
-    ideas = hints(problem, plans[0].policy) if given is None else []
+    plans = made_plans(problem, fixed_policy)
+    ideas = hints(problem, plans[0].policy) if fixed_policy is None else []
     click.echo(plan_text(problem, plans, ideas))
     if latency_curve is not None:
         name = "the shipped toy" if options.model is None else Path(str(options.model)).name
@@ -127,12 +127,12 @@ def plan_choices(
     options: EngineOptions, allow_compression: bool, allow_sparsity: float | None
 ) -> Choices:
     """The choices of the search: given values are fixed, flags may allow more."""
-    fixed, more = options.changes, dict[str, Any]()
+    fixed, allowed = options.changes, dict[str, Any]()
     if allow_compression:
-        more |= {name: (16, 4) for name in ("weight_bits", "cache_bits") if name not in fixed}
+        allowed |= {name: (16, 4) for name in ("weight_bits", "cache_bits") if name not in fixed}
     if allow_sparsity and allow_sparsity < 1 and "attention_sparsity" not in fixed:
-        more["sparsities"] = (1.0, allow_sparsity)
-    return replace(Choices.keeping(searched_from(options)), **more)
+        allowed["sparsities"] = (1.0, allow_sparsity)
+    return replace(Choices.keeping(searched_from(options)), **allowed)
 
 
 def searched_from(options: EngineOptions) -> Policy:
@@ -162,11 +162,11 @@ def make_problem(
         from flexgen_jax.machine.profiles import this_machine  # loads JAX
 
         folder = None if options.offload_dir is None else Path(options.offload_dir)
-        kind, profile, budgets = this_machine(
+        resolved_dtype, profile, budgets = this_machine(
             config, options.dtype, folder, options.budgets, progress
         )
     else:
-        kind = resolve_dtype(options.dtype, config, profile.unified)
+        resolved_dtype = resolve_dtype(options.dtype, config, profile.unified)
         shared = profile.host_memory if profile.unified else None
         budgets = Budgets(
             profile.device_memory if device is None else device,
@@ -174,12 +174,12 @@ def make_problem(
             profile.disk_space if disk is None else disk,
             shared,
         )
-        if (kind == "float32") != (profile.dtype == "float32"):
+        if (resolved_dtype == "float32") != (profile.dtype == "float32"):
             raise UserError(
                 f"{options.hardware} was profiled in {profile.dtype}; set --dtype {profile.dtype}"
             )
-    experts = planned_expert_rates(options.model, config, kind)
-    setting = Setting(config, kind, profile.unified, profile.sizes, experts=experts)
+    experts = planned_expert_rates(options.model, config, resolved_dtype)
+    setting = Setting(config, resolved_dtype, profile.unified, profile.sizes, experts=experts)
     if options.draft is not None:
         from flexgen_jax.engine.drafting import planned_rates  # loads JAX
 
@@ -229,18 +229,20 @@ def made_plans(problem: Problem, given: Policy | None) -> list[Plan]:
 
 def _what_would_fit(problem: Problem) -> str:
     """Returns which larger budget, or fewer bits, would have a plan."""
-    budgets, ways = problem.budgets, list[str]()
+    budgets, suggestions = problem.budgets, list[str]()
     flags = {"device": "--device-memory", "host": "--host-memory", "disk": "--disk-space"}
     for tier, flag in flags.items():
         limit = getattr(budgets, tier)
         if limit is not None:
-            more = replace(budgets, **{tier: MUCH * max(limit, 1 << 30)}, shared=None)
-            if candidates(replace(problem, budgets=more)):
-                ways.append(f"allow more {'disk' if tier == 'disk' else f'{tier} memory'} ({flag})")
+            raised = replace(budgets, **{tier: MUCH * max(limit, 1 << 30)}, shared=None)
+            if candidates(replace(problem, budgets=raised)):
+                suggestions.append(
+                    f"allow more {'disk' if tier == 'disk' else f'{tier} memory'} ({flag})"
+                )
     compressed = _compressed(problem)
     if compressed is not None and candidates(compressed):
-        ways.append("4 bits with --allow-compression")
-    return ", or ".join(ways) or "it needs more device memory, host memory and disk together"
+        suggestions.append("4 bits with --allow-compression")
+    return ", or ".join(suggestions) or "it needs more device memory, host memory and disk together"
 
 
 def refuse_with_stages(*given: object) -> None:
@@ -281,10 +283,10 @@ def hints(problem: Problem, chosen: Policy) -> list[dict[str, Any]]:
     if compressed is not None:
         ideas.append(("--allow-compression (4 bits, which costs some quality)", compressed))
     if not problem.setting.unified:
-        more = replace(budgets, device=twice(budgets.device))
-        ideas.append(("twice the device memory", replace(problem, budgets=more)))
-    more = replace(budgets, host=twice(budgets.host), shared=twice(budgets.shared))
-    ideas.append(("twice the host memory", replace(problem, budgets=more)))
+        raised = replace(budgets, device=twice(budgets.device))
+        ideas.append(("twice the device memory", replace(problem, budgets=raised)))
+    raised = replace(budgets, host=twice(budgets.host), shared=twice(budgets.shared))
+    ideas.append(("twice the host memory", replace(problem, budgets=raised)))
     if any(base[0].solution.fractions[name] > 0.01 for name in ("wd", "cd")):
         quick = replace(hw, disk_read=faster)
         ideas.append(("a disk that reads twice as fast", replace(problem, hw=quick)))
@@ -292,12 +294,12 @@ def hints(problem: Problem, chosen: Policy) -> list[dict[str, Any]]:
         endless = replace(problem.workload, num_sequences=0)
         ideas.append(("more sequences in one run", replace(problem, workload=endless)))
     worth: list[dict[str, Any]] = []
-    for what, changed in ideas:
+    for idea, changed in ideas:
         has_more = changed.workload != problem.workload
         best = candidates(changed, near=None if has_more else chosen)
         times = best[0].throughput / base[0].throughput if best else 0.0
         if times >= WORTH_A_HINT:
-            worth.append({"change": what, "times": round(times, 2)})
+            worth.append({"change": idea, "times": round(times, 2)})
     return worth
 
 
@@ -341,10 +343,10 @@ def draw_curve(problem: Problem, model: str, path: Path) -> list[Candidate]:
     from matplotlib import pyplot
     from matplotlib.ticker import LogFormatter, NullFormatter
 
-    asked = frontier(problem)
-    if not asked:
+    requested = frontier(problem)
+    if not requested:
         raise UserError("no policy fits this hardware, so there is no curve to plot")
-    curves = {"as asked": asked}
+    curves = {"as asked": requested}
     compressed = _compressed(problem)
     if compressed is not None:
         curves["4 bits allowed"] = frontier(compressed)
@@ -376,4 +378,4 @@ def draw_curve(problem: Problem, model: str, path: Path) -> list[Candidate]:
     except (OSError, ValueError) as error:
         raise UserError(f"cannot write --latency-curve {path}: {error}") from None
     pyplot.close(figure)
-    return asked
+    return requested

@@ -28,9 +28,10 @@ def staged_text(problem: Problem, plan: ChainPlan) -> str:
         f"{significant(plan.decode_throughput)} while decoding "
         f"(prefill {plan.prefill_s:.1f} s, decode {plan.decode_s:.1f} s)",
     ]
-    for number, (stage, part) in enumerate(zip(plan.stages, plan.layers, strict=True)):
+    for number, (stage, layer_range) in enumerate(zip(plan.stages, plan.layers, strict=True)):
         lines.append(
-            f"stage {number}, layers {part.start} to {part.stop - 1}: {stage.prefill_s:.3g} s for "
+            f"stage {number}, layers {layer_range.start} to {layer_range.stop - 1}: "
+            f"{stage.prefill_s:.3g} s for "
             f"a group's prompts, {stage.token_s:.3g} s for a token: "
             f"{flags_of(stage.policy, problem)}"
         )
@@ -56,8 +57,8 @@ def staged_json(problem: Problem, plan: ChainPlan) -> dict[str, Any]:
             "decode_throughput": plan.decode_throughput,
         },
         "stages": [
-            {"layers": [part.start, part.stop], **asdict(stage)}
-            for stage, part in zip(plan.stages, plan.layers, strict=True)
+            {"layers": [layer_range.start, layer_range.stop], **asdict(stage)}
+            for stage, layer_range in zip(plan.stages, plan.layers, strict=True)
         ],
     }
 
@@ -147,9 +148,10 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
         ),
     ]
     if plan.policy.draft_tokens:
-        found = problem.costs(plan.policy).tokens_a_pass
+        tokens_per_pass = problem.costs(plan.policy).tokens_a_pass
         lines.append(
-            f"guesses: {plan.policy.draft_tokens} for a pass, which then finds {found:.2f} tokens "
+            f"guesses: {plan.policy.draft_tokens} for a pass, which then finds "
+            f"{tokens_per_pass:.2f} tokens "
             f"of a text if {100 * problem.setting.drafts.accepted:.0f} % are right"
         )
     elif problem.setting.drafts.name:
@@ -166,11 +168,12 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
     if problem.budgets.shared is not None:
         together = plan.peak_bytes["device"] + plan.peak_bytes["host"]
         lines.append(_bar("RAM", together, problem.budgets.shared))
-    for other in plans[1:]:
-        change = 100 * (other.throughput / plan.throughput - 1)
+    for alternative in plans[1:]:
+        change = 100 * (alternative.throughput / plan.throughput - 1)
         lines.append(
-            f"next best: {significant(other.throughput)} token/s "
-            f"({change:+.1f} %{_why_not(plan, other)}): {flags_of(other.policy, problem)}"
+            f"next best: {significant(alternative.throughput)} token/s "
+            f"({change:+.1f} %{_why_not(plan, alternative)}): "
+            f"{flags_of(alternative.policy, problem)}"
         )
     lines += [f"{idea['times']:.1f} times as fast with {idea['change']}" for idea in ideas]
     return "\n".join(lines)

@@ -50,11 +50,11 @@ def profile(
     check_json(json_file)
     unified, folder = set_up(offload_dir)
     shown = Progress(sys.stderr.isatty() if progress is None else progress)
-    narrow = "bfloat16" if unified else "float16"  # the default dtype of computation
-    kind = narrow if dtype == "auto" else dtype
-    measured = measured_profile(kind, folder, unified, shown)
+    default_dtype = "bfloat16" if unified else "float16"  # the default dtype of computation
+    profile_dtype = default_dtype if dtype == "auto" else dtype
+    measured = measured_profile(profile_dtype, folder, unified, shown)
     click.echo(profile_text(measured))
-    if is_cpu() and kind == "bfloat16":
+    if is_cpu() and profile_dtype == "bfloat16":
         click.echo(products_text(list(time_products())))
     write_json(json_file, json.loads(measured.to_json()))
 
@@ -76,8 +76,8 @@ def profile_text(profile: HardwareProfile) -> str:
             lines.append(f"  {name:32} {_short(at):>7} {size:9} {value / 1e9:9.2f} {unit}{spread}")
     lines.append(f"  {'a step':32} {1e3 * profile.step_s:.2f} ms fixed")
     lines.append(f"  {'a step attended to by the CPU':32} {1e3 * profile.split_s:.2f} ms more")
-    low, high = profile.disk_range
-    lines.append(f"  disk read: {100 * low:.0f} to {100 * high:.0f} % of this over time")
+    slowest, fastest = profile.disk_range
+    lines.append(f"  disk read: {100 * slowest:.0f} to {100 * fastest:.0f} % of this over time")
     for link, phase in product(profile.drag, ("prefill", "decoding")):
         drag, times = profile.contention(link, phase == "prefill")
         lines.append(
@@ -90,13 +90,13 @@ def profile_text(profile: HardwareProfile) -> str:
 def products_text(products: Sequence[Product]) -> str:
     """Formats a table of products; the faster code has a star."""
     lines = [f"  {'products with a large matrix, ms':41} this package   XLA's own code"]
-    for each in products:
-        title = f"{each.rows} row{'s' * (each.rows > 1)}, {each.bits}-bit weights"
-        own = f"{1e3 * each.own_s:12.2f}" if each.own_s is not None else f"{'-':>12}"
-        is_faster = each.own_s is not None and each.own_s <= each.xla_s
+    for timing in products:
+        title = f"{timing.rows} row{'s' * (timing.rows > 1)}, {timing.bits}-bit weights"
+        own_text = f"{1e3 * timing.own_s:12.2f}" if timing.own_s is not None else f"{'-':>12}"
+        is_faster = timing.own_s is not None and timing.own_s <= timing.xla_s
         stars = ("*", " ") if is_faster else (" ", "*")
         lines.append(
-            f"    {title:40} {own} {stars[0]} {1e3 * each.xla_s:12.2f} {stars[1]}".rstrip()
+            f"    {title:40} {own_text} {stars[0]} {1e3 * timing.xla_s:12.2f} {stars[1]}".rstrip()
         )
     lines.append("  a run takes this package's code where it has a time")
     return "\n".join(lines)
@@ -116,9 +116,9 @@ def _rates(profile: HardwareProfile) -> list[tuple[str, Rate, str, str]]:
         for bits, rate in profile.linear_int8.items()
     ]
     rows.append(("attention of a prompt", profile.prefill_attention, "tokens", "GFLOP/s"))
-    for where, rates in (("device", profile.device_attention), ("host", profile.host_attention)):
+    for place, rates in (("device", profile.device_attention), ("host", profile.host_attention)):
         rows += [
-            (f"{where} attention, {bits}-bit cache", rate, "elements", "Gelem/s")
+            (f"{place} attention, {bits}-bit cache", rate, "elements", "Gelem/s")
             for bits, rate in rates.items()
         ]
     rows.append(("quantizing the cache", profile.quantize, "elements", "Gelem/s"))

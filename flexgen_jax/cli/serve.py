@@ -130,10 +130,10 @@ def serve(
 def _bound(host: str, port: int) -> socket.socket:
     """Returns a socket that has the address, before the model is opened."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
+        family, socket_kind, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listening = socket.socket(family, kind)
+        listening = socket.socket(family, socket_kind)
         try:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)

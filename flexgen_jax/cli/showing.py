@@ -45,8 +45,8 @@ class Shown:
     def _show(self, pieces: list[Piece]) -> None:
         click.echo(self._begin, nl=False)
         self._begin = ""
-        for kind, text in pieces:
-            if kind == "content":
+        for piece_kind, text in pieces:
+            if piece_kind == "content":
                 text = text if self.content or not self.reasoning else text.lstrip("\n")
                 if not self.content and self.reasoning and text and self._is_terminal:
                     click.echo("\n")

@@ -68,12 +68,12 @@ def _check(
     params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True)
     results = llm.generate(prompt_token_ids=prompts, sampling_params=params)
     for ids, result in zip(prompts, results, strict=True):
-        wanted, so_far = list[int](), [*ids]
+        expected_tokens, so_far = list[int](), [*ids]
         for _ in range(NEW_TOKENS):
-            wanted.append(int(np.argmax(np.asarray(logits(so_far))[-1])))
-            so_far.append(wanted[-1])
-        said = f"after {ids}, {llm.policy}: tokens {result.token_ids}, and not {wanted}"
-        assert result.token_ids == wanted, said
+            expected_tokens.append(int(np.argmax(np.asarray(logits(so_far))[-1])))
+            so_far.append(expected_tokens[-1])
+        place = f"after {ids}, {llm.policy}: tokens {result.token_ids}, and not {expected_tokens}"
+        assert result.token_ids == expected_tokens, place
     longer = [ids for ids in prompts if len(ids) > 1]
     for ids, score in zip(longer, llm.score(prompt_token_ids=longer), strict=True):
         np.testing.assert_allclose(
@@ -89,5 +89,5 @@ def _logprobs(logits: np.ndarray, ids: list[int]) -> np.ndarray:
     """Returns the log-probability of every token but the first."""
     shifted = logits - logits.max(-1, keepdims=True)
     table: np.ndarray = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    chosen: np.ndarray = table[np.arange(len(ids) - 1), ids[1:]]
-    return chosen
+    token_logprobs: np.ndarray = table[np.arange(len(ids) - 1), ids[1:]]
+    return token_logprobs

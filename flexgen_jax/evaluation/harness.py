@@ -53,8 +53,8 @@ class FlexGenLM(TemplateLM):  # type: ignore[misc]
         Further options are those of the harness's `hf` model; batch_size and device mean nothing
         here, since the policy chooses the batches."""
         super().__init__()
-        given = pretrained if model is None else model
-        self.llm = given if isinstance(given, LLM) else LLM(given, **options)
+        model_name = pretrained if model is None else model
+        self.llm = model_name if isinstance(model_name, LLM) else LLM(model_name, **options)
         self.max_gen_toks = max_gen_toks
         self.max_length = max_length or self.llm.config.max_positions
         self._prefix_token_id, self._think_end_token = prefix_token_id, think_end_token
@@ -105,13 +105,13 @@ class FlexGenLM(TemplateLM):  # type: ignore[misc]
             adds_generation_prompt=add_generation_prompt,
             continues_final=not add_generation_prompt,
         )
-        others = [message for message in chat_history if message["role"] != "system"]
+        other_messages = [message for message in chat_history if message["role"] != "system"]
         try:
             return self.llm.chat_prompt(chat_history, options)[0]
         except UserError:
-            if len(others) == len(chat_history):
+            if len(other_messages) == len(chat_history):
                 raise
-            return self.llm.chat_prompt(others, options)[0]
+            return self.llm.chat_prompt(other_messages, options)[0]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The harness keeps it with its results; the model's folder has the template itself."""
@@ -170,16 +170,17 @@ class FlexGenLM(TemplateLM):  # type: ignore[misc]
     def _fitting(self, ids: list[int], wish: Wish) -> tuple[list[int], SamplingParams]:
         """Returns the last tokens of a prompt, cut to leave room for new tokens, and the sampling
         parameters."""
-        most = wish.params.most_tokens
+        max_new_tokens = wish.params.most_tokens
         if wish.max_length is not None:
-            most = max(1, wish.max_length - len(ids))
-        room = self.max_length - most
+            max_new_tokens = max(1, wish.max_length - len(ids))
+        room = self.max_length - max_new_tokens
         if room < 1:
             raise UserError(
-                f"max_gen_toks={most} leaves no room for a prompt in the model's context of "
+                f"max_gen_toks={max_new_tokens} leaves no room for a prompt in the model's "
+                "context of "
                 f"{self.max_length} tokens"
             )
-        return ids[-room:], replace(wish.params, max_tokens=most)
+        return ids[-room:], replace(wish.params, max_tokens=max_new_tokens)
 
     def _wish(self, kwargs: Mapping[str, Any]) -> Wish:
         return read_wish(kwargs, self.max_gen_toks, self._think_end_token is not None)
@@ -220,38 +221,40 @@ def read_wish(kwargs: Mapping[str, Any], tokens: int, thinks: bool = False) -> W
     tokens: new tokens where the task does not say; thinks: whether reasoning precedes the answer;
     stop strings then do not end the reasoning.
     """
-    left = {key: value for key, value in kwargs.items() if value is not None}
-    for name, kind in KINDS.items():
-        if name in left and (not isinstance(left[name], kind) or left[name] is True):
-            raise UserError(f"generation_kwargs: {name} must not be {left[name]!r}")
-    until = left.pop("until", ())
+    remaining = {key: value for key, value in kwargs.items() if value is not None}
+    for name, convert in KINDS.items():
+        if name in remaining and (
+            not isinstance(remaining[name], convert) or remaining[name] is True
+        ):
+            raise UserError(f"generation_kwargs: {name} must not be {remaining[name]!r}")
+    until = remaining.pop("until", ())
     until = (until,) if isinstance(until, str) else tuple(text for text in until if text)
-    named = [left.pop(name) for name in MOST_TOKENS if name in left]
-    warmth = float(left.pop("temperature", 0.0))
-    is_sampled = bool(left.pop("do_sample", warmth > 0))
+    named = [remaining.pop(name) for name in MOST_TOKENS if name in remaining]
+    warmth = float(remaining.pop("temperature", 0.0))
+    is_sampled = bool(remaining.pop("do_sample", warmth > 0))
     temperature = warmth if "temperature" in kwargs else float(is_sampled)
     for name, allowed in NEUTRAL.items():
-        if name in left and left.pop(name) not in allowed:
+        if name in remaining and remaining.pop(name) not in allowed:
             raise UserError(
                 f"generation_kwargs has {name}={kwargs[name]!r}, which is not supported"
             )
-    left.pop("pad_token_id", None)
-    ends = left.pop("eos_token_id", ())
-    left["stop_token_ids"] = [
+    remaining.pop("pad_token_id", None)
+    ends = remaining.pop("eos_token_id", ())
+    remaining["stop_token_ids"] = [
         *(ends if isinstance(ends, list | tuple) else [ends]),
-        *left.get("stop_token_ids", ()),
+        *remaining.get("stop_token_ids", ()),
     ]
-    end = left.pop("think_end_token", None)
-    length = left.pop("max_length", None)
-    known = {name: left.pop(name) for name in PASSED_ON if name in left}
-    if left:
-        raise UserError(f"generation_kwargs has {sorted(left)[0]!r}, which is not supported")
+    end = remaining.pop("think_end_token", None)
+    length = remaining.pop("max_length", None)
+    passed_on = {name: remaining.pop(name) for name in PASSED_ON if name in remaining}
+    if remaining:
+        raise UserError(f"generation_kwargs has {sorted(remaining)[0]!r}, which is not supported")
     try:
         params = SamplingParams(
             max_tokens=int(named[0]) if named else tokens,
             temperature=temperature if is_sampled else 0.0,
             stop=() if end or thinks else until,
-            **known,
+            **passed_on,
         )
     except (ValueError, TypeError) as error:
         raise UserError(f"generation_kwargs: {error}") from None

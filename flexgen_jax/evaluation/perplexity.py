@@ -33,16 +33,16 @@ def windows(ids: Sequence[int], size: int, stride: int) -> list[tuple[list[int],
     """
     if not 1 <= stride < size:
         raise UserError(f"--stride must be from 1 to {size - 1} tokens, not {stride}")
-    made, end = list[tuple[list[int], int]](), 1
+    ranges, end = list[tuple[list[int], int]](), 1
     for begin in range(0, len(ids), stride):
         window = list(ids[begin : begin + size])
         count = begin + len(window) - end
         if count:
-            made.append((window, count))
+            ranges.append((window, count))
         end = begin + len(window)
         if end == len(ids):
             break
-    return made
+    return ranges
 
 
 def perplexity(llm: LLM, ids: Sequence[int], size: int | None, stride: int | None) -> Perplexity:
@@ -51,10 +51,10 @@ def perplexity(llm: LLM, ids: Sequence[int], size: int | None, stride: int | Non
     size: tokens of a window, by default one more than the model's context, since the last token is
     only scored; stride: by default half a window.
     """
-    most = llm.config.max_positions + 1
-    size = most if size is None else size
-    if not 2 <= size <= most:
-        raise UserError(f"--window must be from 2 to {most} tokens, not {size}")
+    max_window = llm.config.max_positions + 1
+    size = max_window if size is None else size
+    if not 2 <= size <= max_window:
+        raise UserError(f"--window must be from 2 to {max_window} tokens, not {size}")
     cut = windows(ids, size, max(1, size // 2) if stride is None else stride)
     if not cut:
         raise UserError("the text is too short; it needs at least two tokens")

@@ -35,15 +35,15 @@ Name = Callable[[int], str]
 
 def failure(number: int, error: LineError, job: str) -> dict[str, Any]:
     """Returns the record of a line that could not be run."""
-    said = {"code": "invalid_request", "message": f"line {number}: {error}"}
+    error_entry = {"code": "invalid_request", "message": f"line {number}: {error}"}
     if error.is_plain:
-        return {"id": error.name, "line": number, "error": said}
+        return {"id": error.name, "line": number, "error": error_entry}
     return {
         "id": _name("batch_req", job, number),
         "custom_id": error.name,
         "line": number,
         "response": None,
-        "error": said,
+        "error": error_entry,
     }
 
 
@@ -80,8 +80,12 @@ def _name(kind: str, job: str, number: int) -> str:
 
 def _usage(line: Line, results: Sequence[RequestOutput]) -> dict[str, int]:
     prompts = sum(len(result.prompt_token_ids) for result in results[:: line.count])
-    made = sum(len(result.token_ids) for result in results)
-    return {"prompt_tokens": prompts, "completion_tokens": made, "total_tokens": prompts + made}
+    num_tokens = sum(len(result.token_ids) for result in results)
+    return {
+        "prompt_tokens": prompts,
+        "completion_tokens": num_tokens,
+        "total_tokens": prompts + num_tokens,
+    }
 
 
 def _plain(
@@ -94,17 +98,17 @@ def _plain(
             "token_ids": result.token_ids,
             "finish_reason": result.finish_reason,
         }
-        parts = speaker.reasoning(result) if line.messages is not None else None
-        if parts is not None:
-            choice |= {"text": parts.content or "", "reasoning_content": parts.reasoning}
+        reasoned = speaker.reasoning(result) if line.messages is not None else None
+        if reasoned is not None:
+            choice |= {"text": reasoned.content or "", "reasoning_content": reasoned.reasoning}
         if result.logprobs is not None:
             choice["logprobs"] = [
                 {"logprob": x.logprob, "top": [list(pair) for pair in x.top]}
                 for x in result.logprobs
             ]
         choices.append(choice)
-    own = choices[0] if line.count == 1 else {"choices": choices}
-    return {"id": line.name, "line": line.number, **own, "usage": usage, "error": None}
+    choice_fields = choices[0] if line.count == 1 else {"choices": choices}
+    return {"id": line.name, "line": line.number, **choice_fields, "usage": usage, "error": None}
 
 
 def _completion_choice(
@@ -141,8 +145,8 @@ def _by_name(token: int, logs: TokenLogprob, name: Name) -> dict[str, float]:
     named: dict[str, float] = {}
     pairs = dict([*logs.top, (token, logs.logprob)])
     for other, logprob in pairs.items():
-        own = name(other)
-        named[_by_id(other) if own in named else own] = logprob
+        token_name = name(other)
+        named[_by_id(other) if token_name in named else token_name] = logprob
     return named
 
 
@@ -167,9 +171,9 @@ def _chat_choice(index: int, result: RequestOutput, line: Line, speaker: Speaker
         content = [_chat_token(token, x, line, speaker) for token, x in pairs]
         logprobs = {"content": content, "refusal": None}
     message = {"role": "assistant", "content": result.text, "refusal": None}
-    parts = speaker.reasoning(result)
-    if parts is not None:
-        message |= {"content": parts.content, "reasoning_content": parts.reasoning}
+    reasoned = speaker.reasoning(result)
+    if reasoned is not None:
+        message |= {"content": reasoned.content, "reasoning_content": reasoned.reasoning}
     return {
         "index": index,
         "message": message,

@@ -11,9 +11,9 @@ from flexgen_jax.engine.requests import Request
 
 def done(result: RequestOutput) -> dict[str, Any]:
     """Returns a finished choice's entry for the journal; see `finished_choice`."""
-    own = {"tokens": result.token_ids, "text": result.text}
-    own |= {"finish_reason": result.finish_reason, "prompt": result.prompt_token_ids}
-    return own | logprobs_json(result.logprobs or [])
+    entry = {"tokens": result.token_ids, "text": result.text}
+    entry |= {"finish_reason": result.finish_reason, "prompt": result.prompt_token_ids}
+    return entry | logprobs_json(result.logprobs or [])
 
 
 def logprobs_json(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def logprobs_json(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 def read_logprob(raw: Any) -> TokenLogprob:
     logprob, top = raw
-    return TokenLogprob(logprob, tuple((token, other) for token, other in top))
+    return TokenLogprob(logprob, tuple((token, other_logprob) for token, other_logprob in top))
 
 
 def finished_choice(

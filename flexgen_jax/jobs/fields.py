@@ -73,15 +73,15 @@ TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal":
 def without_neutral(body: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a body's fields less those that are null or ask for nothing; raises `ValueError` that
     names an unsupported field."""
-    given = {key: value for key, value in body.items() if value is not None}
+    values = {key: value for key, value in body.items() if value is not None}
     for key in IGNORED:
-        given.pop(key, None)
+        values.pop(key, None)
     for key, allowed in NEUTRAL.items():
-        if key in given and not _is_one_of(given.pop(key), allowed):
-            others = " or ".join(map(json.dumps, allowed))
-            instead = f"leave it out{f', or set it to {others}' if others else ''}"
+        if key in values and not _is_one_of(values.pop(key), allowed):
+            alternatives = " or ".join(map(json.dumps, allowed))
+            instead = f"leave it out{f', or set it to {alternatives}' if alternatives else ''}"
             raise ValueError(f'"{key}" is not supported by this engine; {instead}')
-    return given
+    return values
 
 
 def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:

@@ -115,8 +115,10 @@ class Replica:
             results, self._results = self._results, []
             unfinished, self._unfinished = self._unfinished, []
             policy = self._llm.policy
-            most = AT_FIRST if policy is None else 2 * policy.batch_size * policy.num_batches
-            wants = max(0, most - (self._given - self._done))
+            max_requests = (
+                AT_FIRST if policy is None else 2 * policy.batch_size * policy.num_batches
+            )
+            wants = max(0, max_requests - (self._given - self._done))
             return News(results, unfinished, wants, self._error)
 
     def end(self) -> None:
@@ -164,12 +166,16 @@ class Given:
         """Returns the request to continue in another copy."""
         tokens = self.tokens
         if self.request.sampling_params.logprobs is not None:
-            begun = len(tokens) - len(self.request.continued)
-            whole = min(begun, len(self.logprobs) - len(self.earlier))
+            num_new = len(tokens) - len(self.request.continued)
+            whole = min(num_new, len(self.logprobs) - len(self.earlier))
             tokens = tokens[: len(self.request.continued) + max(0, whole)]
-        kept = self.logprobs[: len(self.earlier) + len(tokens) - len(self.request.continued)]
+        known_logprobs = self.logprobs[
+            : len(self.earlier) + len(tokens) - len(self.request.continued)
+        ]
         request = replace(self.request, continued=tuple(tokens))
-        return Given(request, list(tokens), list(kept), list(kept), self.failures + 1)
+        return Given(
+            request, list(tokens), list(known_logprobs), list(known_logprobs), self.failures + 1
+        )
 
 
 class Described:
@@ -243,7 +249,7 @@ class Fleet(Described):
     def unfinished(self) -> list[Unfinished]:
         """Returns how far the requests are that are not finished, as far as copies have told."""
         unfinished = [*self._running.values(), *self._again]
-        return [(each.request.id, each.tokens, each.logprobs) for each in unfinished]
+        return [(entry.request.id, entry.tokens, entry.logprobs) for entry in unfinished]
 
     def untaken(self) -> list[RequestOutput]:
         return list(self._ready)
@@ -277,19 +283,19 @@ class Fleet(Described):
 
     def _give(self, copy: Copy, wants: int, source: _Source) -> None:
         """Fills a copy with requests, starting with those of lost copies."""
-        chosen: list[Given] = []
-        while len(chosen) < wants:
+        batch: list[Given] = []
+        while len(batch) < wants:
             if self._again:
-                chosen.append(self._again.popleft())
+                batch.append(self._again.popleft())
                 continue
             request = source.next()
             if request is None:
                 break
-            chosen.append(Given(request, list(request.continued)))
-        for each in chosen:
-            self._running[each.request.id], self._at[each.request.id] = each, copy
-        if chosen:
-            copy.give([each.request for each in chosen])
+            batch.append(Given(request, list(request.continued)))
+        for entry in batch:
+            self._running[entry.request.id], self._at[entry.request.id] = entry, copy
+        if batch:
+            copy.give([entry.request for entry in batch])
 
     def _hear(self, news: News, on_token: OnToken | None) -> None:
         for name, tokens, logprobs in news.unfinished:
@@ -307,9 +313,9 @@ class Fleet(Described):
 
     def _advance(self, name: str, tokens: list[int], on_token: OnToken | None) -> None:
         running = self._running[name]
-        new = tokens[len(running.tokens) :]
-        running.tokens = tokens if new else running.tokens
-        self._tell(name, new, on_token)
+        new_tokens = tokens[len(running.tokens) :]
+        running.tokens = tokens if new_tokens else running.tokens
+        self._tell(name, new_tokens, on_token)
 
     def _tell(self, name: str, tokens: Sequence[int], on_token: OnToken | None) -> None:
         if on_token is not None:
@@ -319,7 +325,7 @@ class Fleet(Described):
     def _lose(self, copy: Copy, why: str) -> None:
         """Takes back the requests of a lost copy."""
         self._crew.lost(copy, why)
-        for name in [name for name, at in self._at.items() if at is copy]:
+        for name in [name for name, holder in self._at.items() if holder is copy]:
             running = self._running.pop(name).again()
             del self._at[name]
             if running.failures < MOST_FAILURES:

@@ -65,8 +65,8 @@ class Job:
         self._began = self._journal_due = self._report_due = 0.0
         self._done_before = 0
         self._now = datetime.now()
-        most = options.chat_tokens or llm.sampling_defaults.max_tokens
-        self._chat_tokens = most or CHAT_TOKENS
+        max_tokens = options.chat_tokens or llm.sampling_defaults.max_tokens
+        self._chat_tokens = max_tokens or CHAT_TOKENS
 
     def run(self) -> Summary:
         self._began = time.monotonic()
@@ -85,9 +85,9 @@ class Job:
             self._continue()
             self._results.sync(is_due=True)
             self._complete_manifest()
-            left = self._left()
-            if left:  # that `limit` did not let begin
-                self._journal.write(left)
+            unfinished = self._left()
+            if unfinished:  # that `limit` did not let begin
+                self._journal.write(unfinished)
             else:
                 self._journal.remove()
             if self._options.is_ordered:
@@ -110,7 +110,7 @@ class Job:
     def _begin_or_go_on(self) -> None:
         """Writes the manifest of a new job, or compares it with the resumed job's; lines may
         have come after those that it had."""
-        own = {
+        settings = {
             "input": self._facts.digest,
             "seed": self._options.seed,
             "tokens of conversations": self._chat_tokens,
@@ -118,21 +118,26 @@ class Job:
             "sampling defaults": str(self._llm.sampling_defaults),
             "record format": RECORD_FORMAT,
         }
-        known, is_new = self._manifest.recorded("input"), not (self._results.done or self._kept)
-        own |= self._model_entries(is_new)
+        recorded_input, is_new = (
+            self._manifest.recorded("input"),
+            not (self._results.done or self._kept),
+        )
+        settings |= self._model_entries(is_new)
         recorded = None if is_new else self._manifest.recorded("time of conversations")
-        given = None if self._options.now is None else self._options.now.isoformat()
-        moment = str(given or recorded or datetime.now().isoformat())
-        own["time of conversations"] = moment
+        now_text = None if self._options.now is None else self._options.now.isoformat()
+        moment = str(now_text or recorded or datetime.now().isoformat())
+        settings["time of conversations"] = moment
         self._now = datetime.fromisoformat(moment)
         if not is_new:
-            begins_alike = known == self._facts.earlier
-            self._manifest.check({**own, "input": known} if begins_alike else own)
-        own["input size"] = self._facts.size
-        if is_new or known != own["input"]:
-            self._manifest.write(own)
-        if own["model"] is None:
-            self._hashed = _in_background(lambda: {**own, "model": self._llm.fingerprint})
+            begins_alike = recorded_input == self._facts.earlier
+            self._manifest.check(
+                {**settings, "input": recorded_input} if begins_alike else settings
+            )
+        settings["input size"] = self._facts.size
+        if is_new or recorded_input != settings["input"]:
+            self._manifest.write(settings)
+        if settings["model"] is None:
+            self._hashed = _in_background(lambda: {**settings, "model": self._llm.fingerprint})
 
     def _model_entries(self, is_new: bool) -> dict[str, str | None]:
         """Returns the manifest's entries of the model. The hash of all its files is computed in the
@@ -185,12 +190,12 @@ class Job:
         yield from self._sorted(window)
 
     def _lines(self) -> Iterator[Line]:
-        begun, left, last = 0, self._facts.size, 0
+        num_begun, bytes_left, last = 0, self._facts.size, 0
         lines_left = self._facts.lines
         with self._source.opened() as file:
             for number, whole in numbered_lines(file):
-                content = whole[:left]  # lines appended meanwhile are for the next run
-                left -= len(content)
+                content = whole[:bytes_left]  # lines appended meanwhile are for the next run
+                bytes_left -= len(content)
                 if number == last or not content.strip():
                     if not lines_left:
                         return  # within a last line that is too long
@@ -200,9 +205,9 @@ class Job:
                 if self._results.has(number):
                     self._remember(line_name(content))
                     continue
-                if begun == self._options.limit:
+                if num_begun == self._options.limit:
                     return
-                begun += 1
+                num_begun += 1
                 try:
                     line = read_line(content, number, self._chat_tokens, self._options.seed)
                     if not self._remember(line.name):
@@ -248,18 +253,18 @@ class Job:
         requests = []
         for choice in range(line.choices):
             text, ids = prompts[choice // line.count]
-            kept = self._kept.get(line.number, {}).get(str(choice), {})
+            earlier = self._kept.get(line.number, {}).get(str(choice), {})
             request = Request(
                 f"{line.number}.{choice}",
                 prompt=text if ids is None else None,
                 prompt_token_ids=ids,
                 sampling_params=line.params,
-                continued=tuple(kept.get("tokens", ())),
+                continued=tuple(earlier.get("tokens", ())),
                 place=choice if line.has_seed else line.number * MOST_CHOICES + choice,
             )
-            logprobs = [read_logprob(x) for x in kept.get("logprobs", ())]
-            if "finish_reason" in kept:
-                state.done[choice] = finished_choice(request, kept, logprobs)
+            logprobs = [read_logprob(x) for x in earlier.get("logprobs", ())]
+            if "finish_reason" in earlier:
+                state.done[choice] = finished_choice(request, earlier, logprobs)
             else:
                 state.earlier[choice] = logprobs
                 requests.append(request)
@@ -272,11 +277,11 @@ class Job:
     def _sorted(self, window: Sequence[Request]) -> Iterator[Request]:
         """Yields requests, the shortest prompts first, with those together that share a prefix."""
         texts = [n for n, request in enumerate(window) if request.prompt is not None]
-        others = [n for n, request in enumerate(window) if request.prompt is None]
+        failed_indices = [n for n, request in enumerate(window) if request.prompt is None]
         of_texts = groups_of([window[n].prompt for n in texts], CHARACTERS)
-        of_others = groups_of([tuple(window[n].prompt_token_ids or ()) for n in others])
+        of_others = groups_of([tuple(window[n].prompt_token_ids or ()) for n in failed_indices])
         groups = dict(zip(texts, ((0, group) for group in of_texts), strict=True))
-        groups |= dict(zip(others, ((1, group) for group in of_others), strict=True))
+        groups |= dict(zip(failed_indices, ((1, group) for group in of_others), strict=True))
         longest = dict[tuple[int, int], int]()
         for n, group in groups.items():
             longest[group] = max(longest.get(group, 0), _length(window[n]))
@@ -324,21 +329,21 @@ class Job:
 
     def _give(self, state: State) -> None:
         results = [state.done[choice] for choice in range(state.line.choices)]
-        made = answer(state.line, results, self._llm, self._facts.digest)
-        self._results.add(made)
+        record = answer(state.line, results, self._llm, self._facts.digest)
+        self._results.add(record)
         del self._states[state.line.number]
 
     def _write_journal(self) -> None:
         """Saves the tokens of all lines without a record, including lines that the engine has not
         resumed yet."""
-        kept = self._left()
+        entries = self._left()
         for result in self._llm.untaken():
             number, choice = map(int, result.id.split("."))
             if number in self._states and result.error is None:
-                kept.setdefault(number, {})[str(choice)] = done(self._whole(result))
+                entries.setdefault(number, {})[str(choice)] = done(self._whole(result))
         for number, state in list(self._states.items()):
             for choice, result in state.done.items():
-                kept.setdefault(number, {})[str(choice)] = done(result)
+                entries.setdefault(number, {})[str(choice)] = done(result)
         for name, tokens, logprobs in self._llm.unfinished():
             number, choice = map(int, name.split("."))
             if number in self._states and tokens:
@@ -346,9 +351,9 @@ class Job:
                 every = [*earlier, *logprobs]
                 if self._states[number].line.params.logprobs is not None:
                     tokens = tokens[: len(every)]  # an interruption may occur between them
-                own = {"tokens": list(tokens)} | logprobs_json(every[: len(tokens)])
-                kept.setdefault(number, {})[str(choice)] = own
-        self._journal.write(kept)
+                entry = {"tokens": list(tokens)} | logprobs_json(every[: len(tokens)])
+                entries.setdefault(number, {})[str(choice)] = entry
+        self._journal.write(entries)
 
     def _report(self, force: bool = False) -> None:
         """Writes the progress file, if there is one and it is old."""
@@ -357,10 +362,10 @@ class Job:
             self._report_due = max(self._report_due, now + REPORT_S)
             return
         self._report_due = now + REPORT_S
-        part = path.with_name(path.name + ".part")
+        partial = path.with_name(path.name + ".part")
         with suppress(OSError):  # which is no reason to end a job
-            part.write_text(json.dumps(self.progress()) + "\n")
-            part.replace(path)
+            partial.write_text(json.dumps(self.progress()) + "\n")
+            partial.replace(path)
 
     def progress(self) -> dict[str, Any]:
         """Returns how far the job is, from any thread: requests, those that are finished and those
@@ -369,14 +374,14 @@ class Job:
         seconds, tokens = time.monotonic() - self._began, self.summary.tokens
         has_begun = self.summary.total > 0
         done, errors = (self._results.done, self._results.errors) if has_begun else (0, 0)
-        new, left = done - self._done_before, self.summary.total - done
+        num_new, num_left = done - self._done_before, self.summary.total - done
         return {
             "requests": self.summary.total,
             "finished": done,
             "errors": errors,
             "tokens": tokens,
             "token_s": tokens / max(seconds, 1e-9),
-            "eta_s": seconds_left(seconds, new, left),
+            "eta_s": seconds_left(seconds, num_new, num_left),
         }
 
 

@@ -93,7 +93,7 @@ def read_line(content: bytes, number: int, chat_tokens: int | None, seed: int) -
     """
     raw = _object(content)
     is_openai, name = _named(raw)
-    known = name if isinstance(name, str) else None
+    line_id = name if isinstance(name, str) else None
     try:
         if not isinstance(name, str) or not name:
             which = "custom_id" if is_openai else "id"
@@ -102,9 +102,9 @@ def read_line(content: bytes, number: int, chat_tokens: int | None, seed: int) -
             return _from_openai(raw, name, number, chat_tokens, seed)
         return _from_plain(raw, name, number, chat_tokens, seed)
     except LineError as error:
-        raise LineError(str(error), known, not is_openai) from None
+        raise LineError(str(error), line_id, not is_openai) from None
     except (ValueError, TypeError, OverflowError) as error:  # of `SamplingParams`
-        raise LineError(str(error), known, not is_openai) from None
+        raise LineError(str(error), line_id, not is_openai) from None
 
 
 def line_name(content: bytes) -> str | None:
@@ -153,26 +153,26 @@ def _from_openai(
         raise LineError(f'"url" must be one of {", ".join(URLS)}, not {url!r}')
     if not isinstance(body, dict):
         raise LineError(f'"body" must be an object, not {body!r}')
-    given, form = without_neutral(body), URLS[url]
-    schema = _schema(given.pop("response_format", {"type": "text"}))
-    schemas = [schema, given.pop("guided_json", None), given.get("json_schema")]
-    asked = [schema for schema in schemas if schema is not None]
-    if len(asked) > 1:
+    fields, form = without_neutral(body), URLS[url]
+    schema = _schema(fields.pop("response_format", {"type": "text"}))
+    schemas = [schema, fields.pop("guided_json", None), fields.get("json_schema")]
+    used_schemas = [schema for schema in schemas if schema is not None]
+    if len(used_schemas) > 1:
         raise LineError('use only one of "response_format", "guided_json" and "json_schema"')
-    if asked:
-        given["json_schema"] = asked[0]
-    adds = given.pop("add_special_tokens", form == "completions")
+    if used_schemas:
+        fields["json_schema"] = used_schemas[0]
+    adds = fields.pop("add_special_tokens", form == "completions")
     if adds is not (form == "completions"):
         raise LineError(f'"add_special_tokens" must be {json.dumps(form == "completions")}')
-    model = given.pop("model", None)
+    model = fields.pop("model", None)
     if model is not None and not isinstance(model, str):
         raise LineError(f'"model" must be a string, not {model!r}')
-    wanted: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    params: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
     take = _take_completion if form == "completions" else _take_chat
-    prompts, messages, chat = take(given, wanted, tokens)
+    prompts, messages, chat = take(fields, params, tokens)
     if messages is not None:
         messages = tuple(map(_with_arguments, messages))
-    return _line(given, wanted, (number, name, form, prompts, messages, chat), seed, model)
+    return _line(fields, params, (number, name, form, prompts, messages, chat), seed, model)
 
 
 def _take_completion(given: dict[str, Any], wanted: dict[str, Any], _tokens: int | None) -> Any:
@@ -262,14 +262,14 @@ def _with_object(call: Any) -> Any:
 
 
 def _from_plain(raw: dict[str, Any], name: str, number: int, tokens: int | None, seed: int) -> Line:
-    given = without_neutral({key: value for key, value in raw.items() if key != "id"})
-    sources = [key for key in SOURCES if key in given]
+    fields = without_neutral({key: value for key, value in raw.items() if key != "id"})
+    sources = [key for key in SOURCES if key in fields]
     if len(sources) != 1:
-        close = [key for key in given if difflib.get_close_matches(key, SOURCES, 1, 0.8)]
+        close = [key for key in fields if difflib.get_close_matches(key, SOURCES, 1, 0.8)]
         typos = [key for key in close if key not in SOURCES]
         hint = f'; "{typos[0]}" is not a field' if typos else ""
         raise LineError(f'needs one of "prompt", "prompt_token_ids" and "messages"{hint}')
-    content, messages = given.pop(sources[0]), None
+    content, messages = fields.pop(sources[0]), None
     prompts: tuple[str | tuple[int, ...], ...] = ()
     if sources == ["messages"]:
         messages = _messages(content)
@@ -278,15 +278,15 @@ def _from_plain(raw: dict[str, Any], name: str, number: int, tokens: int | None,
     elif sources == ["prompt_token_ids"] and _are_ids(content):
         prompts = (tuple(content),)
     else:
-        kind = "a text" if sources == ["prompt"] else "a list of token ids"
-        raise LineError(f'"{sources[0]}" must be {kind}')
-    own = ("max_tokens", "logprobs")
-    wanted: dict[str, Any] = {key: given.pop(key) for key in own if key in given}
+        expected = "a text" if sources == ["prompt"] else "a list of token ids"
+        raise LineError(f'"{sources[0]}" must be {expected}')
+    direct_names = ("max_tokens", "logprobs")
+    params: dict[str, Any] = {key: fields.pop(key) for key in direct_names if key in fields}
     chat = None
     if messages is not None:
-        wanted.setdefault("max_tokens", tokens)
-        chat = _chat_options(given)
-    return _line(given, wanted, (number, name, "plain", prompts, messages, chat), seed, None)
+        params.setdefault("max_tokens", tokens)
+        chat = _chat_options(fields)
+    return _line(fields, params, (number, name, "plain", prompts, messages, chat), seed, None)
 
 
 def _line(
@@ -336,12 +336,12 @@ def _line(
 
 def _schema(raw: Any) -> Any:
     """Returns the JSON schema of a `response_format`, None for any text."""
-    kind = raw.get("type") if isinstance(raw, dict) else None
-    if kind == "text":
+    format_type = raw.get("type") if isinstance(raw, dict) else None
+    if format_type == "text":
         return None
-    if kind == "json_object":
+    if format_type == "json_object":
         return {"type": "object"}
-    named = raw.get("json_schema") if kind == "json_schema" else None
+    named = raw.get("json_schema") if format_type == "json_schema" else None
     if isinstance(named, dict) and isinstance(named.get("schema"), dict):
         return named["schema"]
     raise LineError(

@@ -103,8 +103,8 @@ class RayCrew:
                 continue
             usable += 1
             gpus = int(node["Resources"].get("GPU", 0))
-            there = sum(copy.node == number for copy in self._copies)
-            for _ in range(there, gpus or 1):
+            num_copies = sum(copy.node == number for copy in self._copies)
+            for _ in range(num_copies, gpus or 1):
                 actor = ray.remote(Replica).options(
                     num_cpus=0,
                     num_gpus=1 if gpus else 0,

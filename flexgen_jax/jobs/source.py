@@ -60,9 +60,11 @@ class InputFacts:
         try:
             with source.opened() as file:
                 for number, content in numbered_lines(file):
-                    left = (earlier_size or 0) - size  # bytes of the earlier input from here on
-                    if 0 < left <= len(content):
-                        head, tail = content[:left], content[left:]
+                    bytes_left = (
+                        earlier_size or 0
+                    ) - size  # bytes of the earlier input from here on
+                    if 0 < bytes_left <= len(content):
+                        head, tail = content[:bytes_left], content[bytes_left:]
                         if head.endswith(b"\n") or not tail.strip():
                             before = sha.copy()
                             before.update(head)
@@ -120,13 +122,13 @@ class JobInput:
             self._copy.unlink(missing_ok=True)
 
     def _spool(self) -> None:
-        part = beside(self._copy, "part")
+        partial = beside(self._copy, "part")
         try:
-            with open(part, "wb") as file, self._stream() as stream:
+            with open(partial, "wb") as file, self._stream() as stream:
                 shutil.copyfileobj(stream, file, PIECE_BYTES)
-            part.replace(self._copy)
+            partial.replace(self._copy)
         except OSError as error:
-            part.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
             raise UserError(f"cannot write {self._copy}: {error.strerror}") from None
 
     def _stream(self) -> AbstractContextManager[IO[bytes]]:

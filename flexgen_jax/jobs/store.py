@@ -42,21 +42,21 @@ class Disk:
         os.replace(old, new)
 
     def write_all(self, file: IO[bytes], content: bytes) -> None:
-        rest = memoryview(content)
-        while rest:
-            rest = rest[self.write(file, bytes(rest)) :]
+        remaining = memoryview(content)
+        while remaining:
+            remaining = remaining[self.write(file, bytes(remaining)) :]
 
     def write_whole(self, path: Path, content: Iterable[bytes]) -> None:
         """Replaces a file's content, given in parts: all of it, or, if that fails, nothing."""
-        part = beside(path, "part")
+        partial = beside(path, "part")
         try:
-            with open(part, "wb", buffering=0) as file:
-                for some in content:
-                    self.write_all(file, some)
+            with open(partial, "wb", buffering=0) as file:
+                for piece in content:
+                    self.write_all(file, piece)
                 self.sync(file)
-            self.replace(part, path)
+            self.replace(partial, path)
         except BaseException:
-            part.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
             raise
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -183,18 +183,18 @@ class Results:
             self._disk.write_whole(self._path, content)
         except OSError as error:
             raise self._failed(error) from None
-        old, self._file = self._file, open(self._path, "a+b", buffering=0)  # noqa: SIM115
+        old_file, self._file = self._file, open(self._path, "a+b", buffering=0)  # noqa: SIM115
         _lock(self._file, self._path)
-        old.close()
+        old_file.close()
 
     def put_in_order(self) -> None:
         """Rewrites the file in the order of the input's lines."""
         places: list[tuple[int, int, int]] = []
-        at = 0
+        offset = 0
         with open(self._path, "rb") as file:
             for content in file:
-                places.append((json.loads(content)["line"], at, len(content)))
-                at += len(content)
+                places.append((json.loads(content)["line"], offset, len(content)))
+                offset += len(content)
 
             def ordered() -> Iterator[bytes]:
                 for _, begin, size in sorted(places):
@@ -220,9 +220,9 @@ class Results:
         if error is not None:
             self.errors += 1
             message = error.get("message", "") if isinstance(error, Mapping) else error
-            said = re.sub(r"^line \d+: ", "", str(message))
-            if said in self._said or len(self._said) < KINDS_OF_ERRORS:
-                self._said[said] += 1
+            error_text = re.sub(r"^line \d+: ", "", str(message))
+            if error_text in self._said or len(self._said) < KINDS_OF_ERRORS:
+                self._said[error_text] += 1
 
     def _failed(self, error: OSError) -> UserError:
         return UserError(
@@ -279,15 +279,15 @@ class Journal:
         except (ValueError, RecursionError):
             self.damaged = 1
             return {}
-        kept: dict[int, dict[str, Any]] = {}
+        entries: dict[int, dict[str, Any]] = {}
         for line, choices in lines.items() if isinstance(lines, dict) else ():
-            for choice, own in choices.items() if isinstance(choices, dict) else ():
-                crc = own.pop("crc32", None) if isinstance(own, dict) else None
-                if crc is None or crc != checksum(line, choice, own):
+            for choice, entry in choices.items() if isinstance(choices, dict) else ():
+                crc = entry.pop("crc32", None) if isinstance(entry, dict) else None
+                if crc is None or crc != checksum(line, choice, entry):
                     self.damaged += 1
                 else:
-                    kept.setdefault(int(line), {})[choice] = own
-        return kept
+                    entries.setdefault(int(line), {})[choice] = entry
+        return entries
 
     def write(self, kept: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> None:
         content = {
@@ -348,21 +348,21 @@ class Manifest:
 
     def check(self, content: Mapping[str, Any]) -> None:
         """Raises `UserError` with the differences if an earlier run's manifest differs."""
-        old = self._read()
-        if not old:
+        recorded = self._read()
+        if not recorded:
             raise UserError(
                 f"{self._results} has results, but its manifest {self._path} is damaged; choose "
                 "another file, or delete both to start over"
             )
-        names = {*content, *old} - NOT_COMPARED
-        differs = [name for name in names if old.get(name) != content.get(name)]
+        names = {*content, *recorded} - NOT_COMPARED
+        differs = [name for name in names if recorded.get(name) != content.get(name)]
         if differs:
-            what = ", ".join(f"the {name}" for name in sorted(differs))
+            differences = ", ".join(f"the {name}" for name in sorted(differs))
             hint = ""
             if "input" in differs:
                 hint = " (its requests); lines may only be appended to it"
             raise UserError(
-                f"{self._results} belongs to a job with different settings: {what}{hint}; "
+                f"{self._results} belongs to a job with different settings: {differences}{hint}; "
                 "choose another file, or use the settings of that job"
             )
 

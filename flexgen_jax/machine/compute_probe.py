@@ -68,14 +68,14 @@ def timed(
 ) -> Sample:
     """Times a function: at least `repeat` runs and `at_least` seconds, after `warm_up` runs that do
     not count. The results of the last `keep` runs are kept, as a real run keeps its results."""
-    kept = deque([jax.block_until_ready(run()) for _ in range(warm_up)], maxlen=keep)
+    results = deque([jax.block_until_ready(run()) for _ in range(warm_up)], maxlen=keep)
     samples: list[float] = []
     while len(samples) < repeat or sum(samples) < at_least:
         started = time.perf_counter()
-        kept.append(jax.block_until_ready(run()))
+        results.append(jax.block_until_ready(run()))
         samples.append(time.perf_counter() - started)
-    low, _, high = quantiles(samples, n=4)
-    return Sample(fmean(samples), (high - low) / fmean(samples))
+    lower_quartile, _, upper_quartile = quantiles(samples, n=4)
+    return Sample(fmean(samples), (upper_quartile - lower_quartile) / fmean(samples))
 
 
 def rate_of(points: Sequence[tuple[float, float, Sample]]) -> Rate:
@@ -179,8 +179,8 @@ class ComputeProbe(ProbedLayer):
         program = of_formats.get(
             programs.prefill, layer=self._layer, rows=batch, cuts=prompt_blocks(tokens, BLOCK)
         )
-        rest = (self._hidden(batch, tokens), _checks(), Rows.of(_first(batch), tokens))
-        return lambda: program(next(layers), *rest)
+        further_arguments = (self._hidden(batch, tokens), _checks(), Rows.of(_first(batch), tokens))
+        return lambda: program(next(layers), *further_arguments)
 
     def _ends_of_a_step(self, of_formats: Programs, rows: int) -> tuple[Any, Any]:
         """Returns the programs before and after decode attention in one place."""
@@ -192,11 +192,13 @@ class ComputeProbe(ProbedLayer):
     def _products(self, of_formats: Programs, layers: Any, rows: int) -> Callable[[], Any]:
         project, finish = self._ends_of_a_step(of_formats, rows)
         hidden, checks = self._hidden(rows, 1), _checks()
-        partials, where = [self._partial(rows)], _where(rows, 1)
+        partials, position_arguments = [self._partial(rows)], _where(rows, 1)
 
         def step() -> Any:
             weights = next(layers)
-            return finish(weights, hidden, checks, *project(weights, hidden, *where), partials)
+            return finish(
+                weights, hidden, checks, *project(weights, hidden, *position_arguments), partials
+            )
 
         return step
 
@@ -287,9 +289,9 @@ class ComputeProbe(ProbedLayer):
         query = self._array(*self._heads.query_shape(rows))
         starts = np.cumsum((0, *lengths)).astype(np.int32)
         keys = tuple(key for key, _ in blocks)
-        where = (starts, *_where(rows, tokens + tail))
+        position_arguments = (starts, *_where(rows, tokens + tail))
         scores = float(rows * self._heads.num_heads * (tokens + tail))
-        return rate_of([(scores, scores, timed(lambda: program(query, keys, *where)))])
+        return rate_of([(scores, scores, timed(lambda: program(query, keys, *position_arguments)))])
 
     def host_attention(self, bits: int) -> Rate:
         """Measures decode attention by the CPU, in elements of keys and values per second."""
@@ -302,11 +304,11 @@ class ComputeProbe(ProbedLayer):
         rows, tokens = CACHES[2]
         elements, dense, query, blocks = self._host_point(16, rows, tokens)
         counts = np.full(rows, tokens // 10, np.int32)
-        where = (query, blocks, tokens + BLOCK, _first(rows), self._heads)
-        sparse = timed(lambda: self._host.attend_top(*where, counts, None, None))
-        left = max(sparse.seconds - 0.55 * dense.seconds, 0.05 * sparse.seconds)
+        rank_arguments = (query, blocks, tokens + BLOCK, _first(rows), self._heads)
+        sparse = timed(lambda: self._host.attend_top(*rank_arguments, counts, None, None))
+        values_seconds = max(sparse.seconds - 0.55 * dense.seconds, 0.05 * sparse.seconds)
         scores = elements / 2 / self._heads.head_dim
-        return rate_of([(scores, scores, Sample(left, sparse.spread))])
+        return rate_of([(scores, scores, Sample(values_seconds, sparse.spread))])
 
     def _host_point(self, bits: int, rows: int, tokens: int) -> Any:
         arrays, lengths, tail = self._blocks(Formats(self.dtype, cache_bits=bits), rows, tokens)
@@ -329,18 +331,18 @@ class ComputeProbe(ProbedLayer):
         _, attended, _, blocks = self._host_point(16, rows, tokens)
         project, finish = self._ends_of_a_step(of_formats, rows)
         hidden, checks = self._hidden(rows, 1), _checks()
-        first, where = _first(rows), _where(rows, tokens + BLOCK)
+        first, position_arguments = _first(rows), _where(rows, tokens + BLOCK)
 
         def whole() -> Any:
             weights = next(layers)
-            query, new = project(weights, hidden, *where)
-            asked = np.asarray(query)
-            attended = self._host.attend(asked, blocks, tokens + BLOCK, first, self._heads)
-            return finish(weights, hidden, checks, query, new, [attended])
+            query, new_arrays = project(weights, hidden, *position_arguments)
+            host_query = np.asarray(query)
+            attended = self._host.attend(host_query, blocks, tokens + BLOCK, first, self._heads)
+            return finish(weights, hidden, checks, query, new_arrays, [attended])
 
         alone = timed(self._products(of_formats, layers, rows)).seconds + attended.seconds
-        more: float = max(timed(whole).seconds - alone, 0.0)
-        return more
+        extra_seconds: float = max(timed(whole).seconds - alone, 0.0)
+        return extra_seconds
 
     def quantize(self) -> Rate:
         """Measures how fast full KV blocks are quantized, in elements per second."""

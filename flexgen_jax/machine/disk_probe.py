@@ -99,11 +99,11 @@ class DiskProbe:
     def read(self) -> None:
         """Makes a pass of reads; of the large arrays, over a part that was not read just before."""
         for files in self._files:
-            parts = PARTS if files is self._files[-1] else 1
-            chosen = files.arrays[self._passes % parts :: parts]
+            num_parts = PARTS if files is self._files[-1] else 1
+            part_arrays = files.arrays[self._passes % num_parts :: num_parts]
             started = time.perf_counter()
-            read_all(chosen, self._buffer[: files.size // 2])
-            files.rates.append(files.size * len(chosen) / (time.perf_counter() - started))
+            read_all(part_arrays, self._buffer[: files.size // 2])
+            files.rates.append(files.size * len(part_arrays) / (time.perf_counter() - started))
         self._passes += 1
 
     def settle(self) -> None:
@@ -121,9 +121,11 @@ class DiskProbe:
         # Small arrays may be few enough to come from the memory of a virtual disk's host.
         limit = median(self._files[-1].rates)
         for files in self._files:
-            low, _, high = quantiles(files.rates, n=4) if len(files.rates) > 1 else (1, 1, 1)
+            lower_quartile, _, upper_quartile = (
+                quantiles(files.rates, n=4) if len(files.rates) > 1 else (1, 1, 1)
+            )
             rate = min(median(files.rates), limit)
-            spread = (high - low) / median(files.rates)
+            spread = (upper_quartile - lower_quartile) / median(files.rates)
             points.append((float(files.size), files.nbytes, Sample(files.nbytes / rate, spread)))
         return rate_of(points)
 
@@ -148,8 +150,8 @@ class DiskProbe:
 
     def reader(self, page_cached: bool) -> Callable[[], object]:
         """Returns a function that reads four large arrays, from the disk or from the page cache."""
-        chosen = [replace(array, direct=not page_cached and array.direct) for array in self._large]
-        return partial(read_all, chosen, self._buffer)
+        arrays = [replace(array, direct=not page_cached and array.direct) for array in self._large]
+        return partial(read_all, arrays, self._buffer)
 
     @property
     def _large(self) -> list[DiskArray]:

@@ -99,8 +99,10 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    kind = {line for line in lines if line.startswith(("model", "stepping", "flags", "Features"))}
-    return hashlib.sha256("\n".join(sorted(kind)).encode()).hexdigest()[:16]
+    identity_lines = {
+        line for line in lines if line.startswith(("model", "stepping", "flags", "Features"))
+    }
+    return hashlib.sha256("\n".join(sorted(identity_lines)).encode()).hexdigest()[:16]
 
 
 def allow_pinned(nbytes: int, environment: MutableMapping[str, str], has_started: bool) -> None:
@@ -117,10 +119,12 @@ def allow_pinned(nbytes: int, environment: MutableMapping[str, str], has_started
 def pinned_bytes(environment: Mapping[str, str]) -> int:
     """Returns the bytes of a host tier that JAX's limit of pinned memory leaves room for."""
     default = PREALLOCATED_DEFAULT if _preallocates(environment) else PINNED_DEFAULT
-    said = environment.get(PINNED, str(default))
-    if not said.strip().isdecimal():
-        raise UserError(f"{PINNED}={said!r} must be an integer number of GiB; change or unset it")
-    limit = int(said) << 30
+    limit_text = environment.get(PINNED, str(default))
+    if not limit_text.strip().isdecimal():
+        raise UserError(
+            f"{PINNED}={limit_text!r} must be an integer number of GiB; change or unset it"
+        )
+    limit = int(limit_text) << 30
     return max(0, int((limit - STAGING_BYTES) / (1 + POOL_ROOM)))
 
 

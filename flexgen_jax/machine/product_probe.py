@@ -56,12 +56,12 @@ def time_products(rows: Sequence[int] = ROWS, turns: int = 3) -> Iterator[Produc
     for count in rows:
         x = jax.random.normal(jax.random.key(count), (count, DEPTH), jnp.bfloat16)
         for bits, matrices in ((16, [*plain]), (4, [*packed])):
-            ways = [compiled_product(theirs, x, matrices[0], bits)]
+            variants = [compiled_product(theirs, x, matrices[0], bits)]
             if multiplies(x, matrices[0]):
-                ways.append(compiled_product(ours, x, matrices[0], bits))
-            xla_s, *own = median_seconds(ways, x, matrices, turns)
+                variants.append(compiled_product(ours, x, matrices[0], bits))
+            xla_s, *own_seconds = median_seconds(variants, x, matrices, turns)
             nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(matrices[0]))
-            yield Product(count, bits, nbytes, own[0] if own else None, xla_s)
+            yield Product(count, bits, nbytes, own_seconds[0] if own_seconds else None, xla_s)
 
 
 def compiled_product(

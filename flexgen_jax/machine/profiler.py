@@ -245,13 +245,13 @@ def copy_rates() -> tuple[Rate, Rate]:
     size."""
     watcher = Watcher(Metrics())
     memories = Memories(watcher, unified=False)
-    what: tuple[Content, str] = ("weights", "a copy to measure")
+    label: tuple[Content, str] = ("weights", "a copy to measure")
     there, back = [], []
     for size in COPY_SIZES:
         on_device = jnp.zeros(size, jnp.uint8)
-        on_host = jax.block_until_ready(memories.to_host(on_device, *what))
-        to_device = partial(memories.to_device, on_host, *what)
-        to_host = partial(memories.to_host, on_device, *what)
+        on_host = jax.block_until_ready(memories.to_host(on_device, *label))
+        to_device = partial(memories.to_device, on_host, *label)
+        to_host = partial(memories.to_host, on_device, *label)
         there.append((float(size), float(size), timed(to_device)))
         back.append((float(size), float(size), timed(to_host)))
     watcher.close()
@@ -306,11 +306,11 @@ def beside_computing(probe: ComputeProbe, disk: DiskProbe) -> dict[str, dict[str
         for name in ("disk_read", "page_cache"):
             read = disk.reader(page_cached=name == "page_cache")
             idle = timed(read, 9, 0.3).seconds
-            beside, busy = _together(load, read)
+            slowed_seconds, busy = _together(load, read)
             slowed[name] = max(busy / idle, 1.0)
             # One second of reading takes `slowed` seconds, and each of them loses this share of
             # computing.
-            drag[name] = slowed[name] * min(max(1 - alone / beside, 0.0), 1.0)
+            drag[name] = slowed[name] * min(max(1 - alone / slowed_seconds, 0.0), 1.0)
     return rates
 
 

@@ -164,9 +164,9 @@ def this_machine(
     limits: bytes of device memory, host memory and disk.
     """
     unified, folder = set_up(offload_dir)
-    kind = resolve_dtype(dtype, config, unified)
-    profile = assumed_profile(kind, folder, unified, progress)
-    return kind, profile, detect_budgets(*limits, folder, "", unified)
+    resolved_dtype = resolve_dtype(dtype, config, unified)
+    profile = assumed_profile(resolved_dtype, folder, unified, progress)
+    return resolved_dtype, profile, detect_budgets(*limits, folder, "", unified)
 
 
 def _cache_file(dtype: str, offload_dir: Path) -> Path:

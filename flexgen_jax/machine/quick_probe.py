@@ -112,9 +112,9 @@ def _best_seconds(run: Callable[[], object]) -> float:
 def _host_read_rate() -> float:
     """Returns the byte/s at which all cores together read host memory."""
     cores = len(os.sched_getaffinity(0))
-    parts = np.array_split(np.ones(MEMORY_BYTES // 8, np.int64), cores)
+    chunks = np.array_split(np.ones(MEMORY_BYTES // 8, np.int64), cores)
     with ThreadPoolExecutor(cores) as pool:
-        return MEMORY_BYTES / _best_seconds(lambda: list(pool.map(np.bitwise_or.reduce, parts)))
+        return MEMORY_BYTES / _best_seconds(lambda: list(pool.map(np.bitwise_or.reduce, chunks)))
 
 
 def _device_read_rate() -> float:

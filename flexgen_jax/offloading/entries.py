@@ -108,8 +108,8 @@ class Markers:
 
 def unchanging(leaf: Kept) -> Kept:
     """Returns a leaf that whoever gave it cannot change while it waits for the disk."""
-    kept: Kept = np.array(leaf) if isinstance(leaf, np.ndarray) else leaf  # type: ignore[assignment]
-    return kept
+    copy: Kept = np.array(leaf) if isinstance(leaf, np.ndarray) else leaf  # type: ignore[assignment]
+    return copy
 
 
 def shaped(leaf: Kept, shape: tuple[int, ...]) -> Kept:

@@ -69,9 +69,9 @@ class KeptTrees:
         """Returns what a tree will be here, with the tier of every leaf."""
         storages = flat.storages()
         large = [path for path, storage in storages.items() if storage.nbytes >= SMALL]
-        chosen = self._splitter.split(storages[path].nbytes for path in large)
+        homes = self._splitter.split(storages[path].nbytes for path in large)
         tiers: dict[str, Tier] = dict.fromkeys(storages, "device")
-        tiers |= dict(zip(large, chosen, strict=True))
+        tiers |= dict(zip(large, homes, strict=True))
         return Entry(
             structure=flat.structure,
             shapes={path: leaf.shape for path, leaf in flat.leaves.items()},
@@ -105,8 +105,8 @@ class KeptTrees:
             self.settle()
         entry.failure = None
         entry.generation += 1
-        for path, parts in in_memory.items():
-            self._keep(entry, path, parts)
+        for path, arrays in in_memory.items():
+            self._keep(entry, path, arrays)
         if on_disk:
             entry.writing = self._writing.submit(self._write, entry, on_disk)
             self._writes.append(entry)
@@ -116,8 +116,8 @@ class KeptTrees:
         key, tier = entry.keys[path], entry.tiers[path]
 
         def fill(views: list[np.ndarray]) -> None:
-            for view, part in zip(views, parts, strict=True):
-                view[...] = part
+            for view, array in zip(views, parts, strict=True):
+                view[...] = array
 
         self.tensors.drop(key)
         self.tensors.make(key, entry.storages[path], tier, fill)

@@ -50,8 +50,8 @@ def profile(
     folder: where leaves on disk would lie; by default in the user's cache.
     """
     path = Path(folder or cache_folder("offload")).expanduser()
-    known = cached_profile(dtype, path)
-    return known or measured_profile(dtype, path, is_cpu(), Progress(progress))
+    cached = cached_profile(dtype, path)
+    return cached or measured_profile(dtype, path, is_cpu(), Progress(progress))
 
 
 def plan_layers(
@@ -80,34 +80,38 @@ def plan_layers(
 
     Raises `UserError` if the memory has no room for layers on their way.
     """
-    known = hardware if isinstance(hardware, HardwareProfile) else read_profile(hardware)
+    machine = hardware if isinstance(hardware, HardwareProfile) else read_profile(hardware)
     limits = [
-        parse_bytes(device_memory, "device_memory") or known.device_memory,
-        parse_bytes(host_memory, "host_memory") or known.host_memory,
+        parse_bytes(device_memory, "device_memory") or machine.device_memory,
+        parse_bytes(host_memory, "host_memory") or machine.host_memory,
     ]
     total, largest = float(sum(layer_bytes)), float(max(layer_bytes, default=0))
     if total <= 0 or layer_flops < 0 or rows < 1 or ahead < 0:
         raise UserError("layers need a positive size, flops >= 0, rows >= 1 and ahead >= 0")
-    seconds = _seconds(known, total, largest, writes)
+    seconds = _seconds(machine, total, largest, writes)
     seconds["compute"] = (
         0.0,
         0.0,
-        len(layer_bytes) * layer_flops / known.linear[16].at(rows),
+        len(layer_bytes) * layer_flops / machine.linear[16].at(rows),
     )
     count = min(ahead + 2, len(layer_bytes))
-    way = count * largest
-    found = [
+    in_flight_bytes = count * largest
+    candidates = [
         solved
         for moves, reads in ((False, False), (True, False), (True, True))
-        if (solved := _solved(seconds, total, _room(limits, largest, way, known, moves, reads)))
+        if (
+            solved := _solved(
+                seconds, total, _room(limits, largest, in_flight_bytes, machine, moves, reads)
+            )
+        )
     ]
-    if not found:
+    if not candidates:
         raise UserError(
             f"no placement fits: layers of {largest / 1e9:.3g} GB, {count} of which are on "
             f"their way, need more than {limits[0] / 1e9:.3g} GB on the device or "
             f"{limits[1] / 1e9:.3g} GB on the host; lower `ahead`, or give more"
         )
-    device, host = min(found, key=lambda shares: _time(seconds, shares))
+    device, host = min(candidates, key=lambda shares: _time(seconds, shares))
     bounds = {
         name: at_none + device * of_device + host * of_host
         for name, (of_device, of_host, at_none) in seconds.items()

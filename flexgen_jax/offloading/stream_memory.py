@@ -103,8 +103,8 @@ class StreamMemory:
     def begin(self) -> None:
         """Begins another stream: arrays that a caller keeps from the last stream no longer count;
         blocks still in use by computations return later."""
-        for block, taken in list(self._taken.items()):
-            if taken.is_held:
+        for block, lease in list(self._taken.items()):
+            if lease.is_held:
                 del self._taken[block]
                 self._made -= 1
 
@@ -129,17 +129,17 @@ class StreamMemory:
             is_same = all(a.unsafe_buffer_pointer() == v.ctypes.data for a, v in pairs)
             assert is_same, "JAX copied memory that is still to be read into"
             buffers.append(HostBuffer(layout, arrays, tuple(views)))
-        taken = Taken([weakref.ref(array) for buffer in buffers for array in buffer.arrays])
-        self._taken[id(block)] = taken
-        return LayerMemory(buffers, taken)
+        lease_record = Taken([weakref.ref(array) for buffer in buffers for array in buffer.arrays])
+        self._taken[id(block)] = lease_record
+        return LayerMemory(buffers, lease_record)
 
     def _copied_buffers(self, layouts: tuple[Layout, ...]) -> list[HostBuffer]:
         if self._buffers[layouts]:
             return self._buffers[layouts].pop()
         if self._made < self._count:
             self._made += 1
-        elif others := [free for free in self._buffers.values() if free]:
-            others[0].pop()  # of other layouts, whose place these take
+        elif free_buffers := [free for free in self._buffers.values() if free]:
+            free_buffers[0].pop()  # of other layouts, whose place these take
         return [*map(self._memories.buffer, layouts)]
 
     def give_back(self, memory: LayerMemory, moved: object) -> None:
@@ -163,8 +163,8 @@ class StreamMemory:
             if self._made < self._count:
                 self._made += 1
                 return whole_pages(self._nbytes)
-            now, taken = time.monotonic(), list(self._taken.values())
-            yielded = [block for block in taken if block.is_yielded]
+            now, leases = time.monotonic(), list(self._taken.values())
+            yielded = [block for block in leases if block.is_yielded]
             if not all(block.is_held for block in yielded) or self._settle():
                 held_since = now
             if now - held_since > HELD_S or now - waits_since > LOST_S:

@@ -96,10 +96,10 @@ class Streams:
         self._trees.finish(entry)
         if entry.failure is not None:
             raise UserError(f"{name} could not be written: {entry.failure}; put it again")
-        own = memory.take(entry.on_disk)
-        load = self._trees.tensors.load(name, entry.keys, own.buffers)
-        moved = self._copying.submit(self._arrive, load, own, memory)
-        return Arriving(entry.generation, name, own, moved)
+        buffers = memory.take(entry.on_disk)
+        load = self._trees.tensors.load(name, entry.keys, buffers.buffers)
+        moved = self._copying.submit(self._arrive, load, buffers, memory)
+        return Arriving(entry.generation, name, buffers, moved)
 
     def _arrive(
         self, load: Load[dict[str, Kept]], own: LayerMemory, memory: StreamMemory

@@ -79,7 +79,10 @@ class TieredArrays:
         """Returns the most bytes that are in use while all trees are streamed with this look-ahead:
         the trees themselves, and `ahead` + 2 of the largest one on its way."""
         largest = self._streams.largest(self._trees.entries.values())
-        return {tier: used + (ahead + 2) * largest[tier] for tier, used in self.nbytes.items()}
+        return {
+            tier: placed_bytes + (ahead + 2) * largest[tier]
+            for tier, placed_bytes in self.nbytes.items()
+        }
 
     def put(self, name: str, tree: Any) -> None:
         """Stores a tree, replacing the tree of this name; returns when its memory is free or its
@@ -116,8 +119,8 @@ class TieredArrays:
         entries = self._trees.entries
         if name not in entries:
             close = difflib.get_close_matches(name, entries, 5, 0) if entries else []
-            known = f"; the closest of {len(self)} names: {', '.join(close)}" if close else ""
-            raise UserError(f"there is nothing named {name!r}{known}")
+            hint = f"; the closest of {len(self)} names: {', '.join(close)}" if close else ""
+            raise UserError(f"there is nothing named {name!r}{hint}")
         return entries[name]
 
     def __getitem__(self, name: str) -> Any:

@@ -18,10 +18,10 @@ class Announced(uvicorn.Server):
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
-        for each in self.servers if self.started else ():
-            for socket in each.sockets:
+        for server in self.servers if self.started else ():
+            for socket in server.sockets:
                 host, port, *_ = socket.getsockname()
-                where = f"[{host}]" if ":" in host else host
+                address = f"[{host}]" if ":" in host else host
                 logger().info(
-                    "flexgen-jax: %s is served at http://%s:%s/v1", self._model, where, port
+                    "flexgen-jax: %s is served at http://%s:%s/v1", self._model, address, port
                 )

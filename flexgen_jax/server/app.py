@@ -64,8 +64,8 @@ class Server:
     def __init__(self, llm: LLM, options: ServerOptions) -> None:
         self.llm, self.engine = llm, Engine(llm, options.most, options.lengths)
         last = Path(llm.name).name
-        own = (last, llm.name) if Path(llm.name).exists() else (llm.name, last)
-        names = (*([options.name] if options.name else ()), *own, *_without_format(last))
+        own_names = (last, llm.name) if Path(llm.name).exists() else (llm.name, last)
+        names = (*([options.name] if options.name else ()), *own_names, *_without_format(last))
         self.names = tuple(dict.fromkeys(names))
         self._key = options.api_key
         self._bodies = Bodies()
@@ -115,14 +115,16 @@ class Server:
 
         async def guarded(request: Request) -> Response:
             if {"content-length", "transfer-encoding"} <= {*request.headers}:
-                said = "a body has Content-Length or Transfer-Encoding, not both"
-                raise RefusedError(400, said, headers={"Connection": "close"})
+                message = "a body has Content-Length or Transfer-Encoding, not both"
+                raise RefusedError(400, message, headers={"Connection": "close"})
             if self._key is not None:
-                scheme, _, given = request.headers.get("authorization", "").partition(" ")
-                is_right = secrets.compare_digest(given.strip().encode(), self._key.encode())
+                scheme, _, token = request.headers.get("authorization", "").partition(" ")
+                is_right = secrets.compare_digest(token.strip().encode(), self._key.encode())
                 if scheme.lower() != "bearer" or not is_right:
-                    said = "the API key is missing or wrong: send Authorization: Bearer KEY"
-                    raise RefusedError(401, said, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
+                    message = "the API key is missing or wrong: send Authorization: Bearer KEY"
+                    raise RefusedError(
+                        401, message, "invalid_api_key", {"WWW-Authenticate": "Bearer"}
+                    )
             return await handler(request)
 
         return guarded
@@ -134,8 +136,8 @@ class Server:
         engine = self.engine
 
         def read(body: bytes) -> tuple[Asked, list[EngineRequest]]:
-            asked = Asked(body, request.url.path, self.llm, self.names)
-            return asked, requests_of(asked.line, self.llm, engine.next_id)
+            completion = Asked(body, request.url.path, self.llm, self.names)
+            return completion, requests_of(completion.line, self.llm, engine.next_id)
 
         asked, requests = await self._bodies.read(request, read)
         if self.engine.is_broken:
@@ -143,8 +145,8 @@ class Server:
         try:
             texts = self.engine.submit(requests)
         except OverloadedError:
-            said = f"the server is busy: {self.engine.waiting} texts wait; try again later"
-            raise RefusedError(429, said, "overloaded", {"Retry-After": str(RETRY_S)}) from None
+            message = f"the server is busy: {self.engine.waiting} texts wait; try again later"
+            raise RefusedError(429, message, "overloaded", {"Retry-After": str(RETRY_S)}) from None
         if asked.streams:
             return await self._stream(request, asked, texts)
         with self._cancelling(texts):
@@ -189,8 +191,8 @@ class Server:
 
     async def tokenize(self, request: Request) -> Response:
         tokens = await self._bodies.read(request, lambda body: tokens_of(body, self.llm))
-        most = self.llm.config.max_positions
-        return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens})
+        max_tokens = self.llm.config.max_positions
+        return JSONResponse({"count": len(tokens), "max_model_len": max_tokens, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
         text = await self._bodies.read(request, lambda body: text_of(body, self.llm))
@@ -219,8 +221,8 @@ class Server:
         )
 
     async def metrics(self, _request: Request) -> Response:
-        content, kind = metrics_of(self.engine, self.names[0])
-        return Response(content, media_type=kind)
+        content, content_type = metrics_of(self.engine, self.names[0])
+        return Response(content, media_type=content_type)
 
 
 def _without_format(name: str) -> tuple[str, ...]:

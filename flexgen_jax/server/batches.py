@@ -52,9 +52,9 @@ class Batches:
 
     def start(self) -> None:
         """Resumes unfinished batches of an earlier server."""
-        for said in self.all():
-            if said["status"] in UNDER_WAY:
-                self._run(said)
+        for description in self.all():
+            if description["status"] in UNDER_WAY:
+                self._run(description)
 
     async def stop(self) -> None:
         """Stops where it is; a later server resumes them."""
@@ -67,12 +67,12 @@ class Batches:
         """Begins a batch; returns what is said of it."""
         endpoint, file_id = body.get("endpoint"), body.get("input_file_id")
         if not isinstance(endpoint, str) or endpoint not in URLS:
-            known = ", ".join(URLS)
-            raise RefusedError(400, f'"endpoint" must be one of {known}, not {endpoint!r}')
+            endpoints = ", ".join(URLS)
+            raise RefusedError(400, f'"endpoint" must be one of {endpoints}, not {endpoint!r}')
         if not isinstance(file_id, str):
             raise RefusedError(400, f'"input_file_id" must be the id of a file, not {file_id!r}')
         self._files.get(file_id)
-        said = {
+        description = {
             "id": f"batch_{secrets.token_hex(12)}",
             "object": "batch",
             "endpoint": endpoint,
@@ -88,9 +88,9 @@ class Batches:
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": body.get("metadata"),
         }
-        self._keep(said)
-        self._run(said)
-        return said
+        self._keep(description)
+        self._run(description)
+        return description
 
     def get(self, batch_id: str) -> dict[str, Any]:
         """Returns a batch's description; raises `RefusedError` if there is none of this id."""
@@ -105,8 +105,8 @@ class Batches:
     def all(self) -> list[dict[str, Any]]:
         """Returns the descriptions of all batches, newest first."""
         records = map(read_record, self._folder.glob("batch_*.json"))
-        known = [self.get(record["id"]) for record in records if record is not None]
-        return sorted(known, key=lambda said: (-said["created_at"], said["id"]))
+        descriptions = [self.get(record["id"]) for record in records if record is not None]
+        return sorted(descriptions, key=lambda said: (-said["created_at"], said["id"]))
 
     def progress(self) -> list[dict[str, Any]]:
         """Returns how far the batches are that are under way."""
@@ -114,13 +114,13 @@ class Batches:
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
         """Ends a batch with the texts that it has."""
-        said = self.get(batch_id)
+        description = self.get(batch_id)
         running = self._running.get(batch_id)
-        if running is None or said["status"] not in UNDER_WAY:
-            raise RefusedError(400, f"the batch {batch_id!r} is {said['status']}")
+        if running is None or description["status"] not in UNDER_WAY:
+            raise RefusedError(400, f"the batch {batch_id!r} is {description['status']}")
         running.cancel()
-        self._keep(said)
-        return said
+        self._keep(description)
+        return description
 
     def _run(self, said: dict[str, Any]) -> None:
         running = Running(self._folder, said, self._engine, self._files, self._keep)
@@ -165,13 +165,13 @@ class Running:
         """How far it is. eta_s: remaining seconds, None if unknown."""
         counts = self.said["request_counts"]
         done, total = counts["completed"] + counts["failed"], counts["total"]
-        seconds, new = time.monotonic() - self._began, done - self._done_before
+        seconds, num_new = time.monotonic() - self._began, done - self._done_before
         return {
             "name": self.said["id"],
             "done": done,
             "failed": counts["failed"],
             "total": total,
-            "eta_s": seconds_left(seconds, new, total - done),
+            "eta_s": seconds_left(seconds, num_new, total - done),
         }
 
     def cancel(self) -> None:
@@ -222,8 +222,8 @@ class Running:
             return False
         if policy is None or policy.num_batches == 1 or not engine.has_clients:
             return True
-        left = rows * (policy.num_batches - 1) - engine.running - engine.waiting
-        return self._coming < left
+        free_rows = rows * (policy.num_batches - 1) - engine.running - engine.waiting
+        return self._coming < free_rows
 
     async def _line(
         self, number: int, content: bytes, answers: IO[bytes], errors: IO[bytes]
@@ -293,12 +293,12 @@ class Running:
         """Makes files of the records."""
         was_cancelled = self.is_cancelled
         self._enter("finalizing" if not was_cancelled else "cancelling")
-        for path, kind in ((self._answers, "output"), (self._errors, "error")):
+        for path, purpose in ((self._answers, "output"), (self._errors, "error")):
             if path.stat().st_size:
-                file_id = self.said[f"{kind}_file_id"] or self._files.new_id()
+                file_id = self.said[f"{purpose}_file_id"] or self._files.new_id()
                 write_whole(self._files.content(file_id), path.read_bytes())
-                self._files.name(file_id, f"{self.said['id']}_{kind}.jsonl", "batch_output")
-                self.said[f"{kind}_file_id"] = file_id
+                self._files.name(file_id, f"{self.said['id']}_{purpose}.jsonl", "batch_output")
+                self.said[f"{purpose}_file_id"] = file_id
         self._enter("cancelled" if was_cancelled else "completed")
         self._keep(self.said)
         self._answers.unlink(missing_ok=True)

@@ -87,13 +87,13 @@ class Asked:
         self._llm = llm
         temperature = body.get("temperature")
         if isinstance(temperature, int | float) and temperature > MAX_TEMPERATURE:
-            said = f'"temperature" must be at most {MAX_TEMPERATURE}, not {temperature}'
-            raise RefusedError(400, said)
-        most = max(llm.config.max_positions, MOST_CHOICES)
+            message = f'"temperature" must be at most {MAX_TEMPERATURE}, not {temperature}'
+            raise RefusedError(400, message)
+        limit = max(llm.config.max_positions, MOST_CHOICES)
         for name in ("prompt", "messages"):
-            if isinstance(body.get(name), list) and len(body[name]) > most:
-                said = f'"{name}" has {len(body[name])} entries; the model takes {most} at most'
-                raise RefusedError(400, said)
+            if isinstance(body.get(name), list) and len(body[name]) > limit:
+                message = f'"{name}" has {len(body[name])} entries; the model takes {limit} at most'
+                raise RefusedError(400, message)
         if "chat_template" in body:  # a program, which may never end
             raise RefusedError(400, '"chat_template" is not accepted from clients')
         line = {"custom_id": self.id, "method": "POST", "url": url, "body": body}
@@ -102,8 +102,8 @@ class Asked:
         except (LineError, RecursionError) as error:
             raise RefusedError(400, str(error)) from None
         if self.line.model is not None and self.line.model not in names:
-            said = f"the model {self.line.model!r} does not exist; there is {names[0]!r}"
-            raise RefusedError(404, said, "model_not_found")
+            message = f"the model {self.line.model!r} does not exist; there is {names[0]!r}"
+            raise RefusedError(404, message, "model_not_found")
         self.line = replace(self.line, model=self.line.model or names[0])
 
     def answer(self, results: list[RequestOutput]) -> dict[str, Any]:
@@ -140,8 +140,8 @@ class Asked:
 
     def pieces(self, index: int, pieces: list[Any]) -> Iterator[dict[str, Any]]:
         """Yields chunks of pieces of a text."""
-        for kind, text in pieces:
-            name = "content" if kind == "content" else "reasoning_content"
+        for piece_kind, text in pieces:
+            name = "content" if piece_kind == "content" else "reasoning_content"
             if self.line.form == "chat":
                 yield self.chunk([self._choice(index, {name: text})])
             else:
@@ -205,10 +205,10 @@ def tokens_of(content: bytes, llm: LLM) -> list[int]:
 def text_of(content: bytes, llm: LLM) -> str:
     """Returns the text of the tokens of a body."""
     tokens, tokenizer = object_of(content).get("tokens"), llm.tokenizer
-    most = llm.config.vocab_size
+    vocab_size = llm.config.vocab_size
     is_good = isinstance(tokens, list) and all(
-        isinstance(t, int) and not isinstance(t, bool) and 0 <= t < most for t in tokens
+        isinstance(t, int) and not isinstance(t, bool) and 0 <= t < vocab_size for t in tokens
     )
     if not is_good or tokenizer is None:
-        raise RefusedError(400, f'"tokens" must be a list of token ids below {most}')
+        raise RefusedError(400, f'"tokens" must be a list of token ids below {vocab_size}')
     return tokenizer.decode(tokens or [])

@@ -145,8 +145,8 @@ class Engine:
     def submit(self, requests: list[Request], is_batch: bool = False) -> list[Text]:
         """Takes up some texts; raises `OverloadedError` if too many are under way, but for those of
         batches, which ask for few at a time."""
-        others = sum(not text.is_batch for text in self._texts.values())
-        if not is_batch and others and others + len(requests) > self._most:
+        num_clients = sum(not text.is_batch for text in self._texts.values())
+        if not is_batch and num_clients and num_clients + len(requests) > self._most:
             self.counts.refused += len(requests)
             raise OverloadedError
         texts = [Text(request, is_batch) for request in requests]

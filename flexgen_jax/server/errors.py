@@ -37,8 +37,8 @@ class RefusedError(Exception):
 
 def error_body(status: int, message: str, code: str | None = None) -> dict[str, object]:
     """Returns the body of an error."""
-    kind = TYPES.get(status, "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    error_type = TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": error_type, "param": None, "code": code}}
 
 
 async def on_refused(_request: Request, error: Exception) -> Response:
@@ -50,8 +50,8 @@ async def on_refused(_request: Request, error: Exception) -> Response:
 async def on_http(request: Request, error: Exception) -> Response:
     """Answers requests without a route."""
     assert isinstance(error, HTTPException)
-    said = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse(error_body(error.status_code, said), error.status_code)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return JSONResponse(error_body(error.status_code, message), error.status_code)
 
 
 async def on_failure(_request: Request, error: Exception) -> Response:

@@ -20,18 +20,18 @@ FILE_ID = re.compile(r"file-[0-9a-f]{24}")
 
 def write_whole(path: Path, content: bytes | IO[bytes]) -> None:
     """Writes a file that appears whole or not at all. content: its bytes, or a file of them."""
-    part = path.with_suffix(f".{secrets.token_hex(4)}.part")
+    partial = path.with_suffix(f".{secrets.token_hex(4)}.part")
     try:
-        with open(part, "wb") as file:
+        with open(partial, "wb") as file:
             if isinstance(content, bytes):
                 file.write(content)
             else:
                 shutil.copyfileobj(content, file)
             file.flush()
             os.fsync(file.fileno())
-        part.replace(path)
+        partial.replace(path)
     finally:
-        part.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
@@ -55,16 +55,16 @@ class Files:
 
     def add(self, name: str, purpose: str, content: bytes | IO[bytes]) -> dict[str, Any]:
         """Keeps a file; returns what is said of it."""
-        made = self.new_id()
-        write_whole(self.content(made), content)
-        return self.name(made, name, purpose)
+        file_id = self.new_id()
+        write_whole(self.content(file_id), content)
+        return self.name(file_id, name, purpose)
 
     def new_id(self) -> str:
         return f"file-{secrets.token_hex(12)}"
 
     def name(self, file_id: str, name: str, purpose: str) -> dict[str, Any]:
         """Registers a file with existing content; returns what is said of it."""
-        said = {
+        description = {
             "id": file_id,
             "object": "file",
             "bytes": self.content(file_id).stat().st_size,
@@ -73,8 +73,8 @@ class Files:
             "purpose": purpose,
             "status": "processed",
         }
-        write_whole(self._said(file_id), json.dumps(said).encode())
-        return said
+        write_whole(self._said(file_id), json.dumps(description).encode())
+        return description
 
     def get(self, file_id: str) -> dict[str, Any]:
         """Returns a file's description; raises `RefusedError` if there is none of this id."""
@@ -86,8 +86,8 @@ class Files:
     def all(self) -> Iterator[dict[str, Any]]:
         """Yields the descriptions of all files, newest first."""
         records = map(read_record, self._folder.glob("file-*.json"))
-        known = [record for record in records if record is not None]
-        yield from sorted(known, key=lambda file: -file["created_at"])
+        descriptions = [record for record in records if record is not None]
+        yield from sorted(descriptions, key=lambda file: -file["created_at"])
 
     def remove(self, file_id: str) -> None:
         self.get(file_id)

@@ -43,9 +43,9 @@ def limited(request: Request, most: int) -> Request:
 
     async def receive() -> MutableMapping[str, Any]:
         nonlocal received
-        left = started + PATIENCE_S + received / SLOWEST - time.monotonic()
+        seconds_left = started + PATIENCE_S + received / SLOWEST - time.monotonic()
         try:
-            message = await asyncio.wait_for(request.receive(), max(left, 0.0))
+            message = await asyncio.wait_for(request.receive(), max(seconds_left, 0.0))
         except TimeoutError:
             raise RefusedError(
                 408, "the body arrived too slowly", headers={"Connection": "close"}
@@ -76,13 +76,13 @@ class Bodies:
         or too slow, and while too many bodies are being read."""
         content, reserved = bytearray(), 0
         try:
-            async for part in limited(request, BODY_BYTES).stream():
-                content.extend(part)
-                reserved += len(part)
-                self._bytes += len(part)
+            async for piece in limited(request, BODY_BYTES).stream():
+                content.extend(piece)
+                reserved += len(piece)
+                self._bytes += len(piece)
                 if self._bytes > BODIES_BYTES:
-                    said = "too many large bodies come at once; try again later"
-                    raise RefusedError(503, said, "overloaded", {"Retry-After": "5"})
+                    message = "too many large bodies come at once; try again later"
+                    raise RefusedError(503, message, "overloaded", {"Retry-After": "5"})
             if len(content) <= LARGE_BYTES:
                 return await asyncio.to_thread(parse, bytes(content))
             async with self._parsing:

@@ -58,8 +58,10 @@ class Kept:
         return JSONResponse(self.files.get(request.path_params["id"]))
 
     async def get_content(self, request: Request) -> Response:
-        said = self.files.get(request.path_params["id"])
-        return FileResponse(self.files.content(said["id"]), media_type="application/octet-stream")
+        description = self.files.get(request.path_params["id"])
+        return FileResponse(
+            self.files.content(description["id"]), media_type="application/octet-stream"
+        )
 
     async def remove_file(self, request: Request) -> Response:
         file_id = request.path_params["id"]

@@ -94,10 +94,10 @@ def watched(app: Starlette, port: int) -> Iterator[int]:
         raise UserError(f"--watch {port}: the port cannot be used; choose another") from None
     thread = threading.Thread(target=server.run, args=([socket],), name="watch", daemon=True)
     thread.start()
-    chosen = int(socket.getsockname()[1])
-    logger().info("flexgen-jax: watch the job at http://%s:%s", HOST, chosen)
+    bound_port = int(socket.getsockname()[1])
+    logger().info("flexgen-jax: watch the job at http://%s:%s", HOST, bound_port)
     try:
-        yield chosen
+        yield bound_port
     finally:
         server.should_exit = True
         thread.join()
