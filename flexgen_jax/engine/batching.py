@@ -169,10 +169,10 @@ class Waiting:
         before = {r.index: r for r in (*self._requests, *self._next_ones)}
         self._requests = self._choices.wanted(self._requests)
         self._next_ones = self._choices.wanted([*self._next_ones])
-        left = {r.index for r in (*self._requests, *self._next_ones)}
-        for request in [r for index, r in before.items() if index not in left]:
+        waiting_indices = {r.index for r in (*self._requests, *self._next_ones)}
+        for request in [r for index, r in before.items() if index not in waiting_indices]:
             self._prefixes.drop(request)
-        if len(left) < len(before):
+        if len(waiting_indices) < len(before):
             self._prefixes.hold_for([*self._requests, *self._next_ones])
 
     def _enter_batches(
@@ -181,7 +181,7 @@ class Waiting:
         """Lets batches of some requests enter."""
         if not groups:
             return ()
-        given = [self._make(group, len(groups[0])) for group in groups]
+        batches = [self._make(group, len(groups[0])) for group in groups]
         shapes = [
             BatchShape(
                 rows=batch.size,
@@ -189,14 +189,14 @@ class Waiting:
                 gen_len=max(request.max_tokens for request in group),
                 scores_prompt=batch.targets is not None,
             )
-            for batch, group in zip(given, groups, strict=True)
+            for batch, group in zip(batches, groups, strict=True)
         ]
         chains = [self._prefixes.take(group) for group in groups]
         entered = self._admission.enter(
             shapes=shapes, is_first=is_first, shared=[spans_of(chain) for chain in chains]
         )
         self._prefixes.hold_for(self._requests)
-        for running, batch, group, chain in zip(entered, given, groups, chains, strict=True):
+        for running, batch, group, chain in zip(entered, batches, groups, chains, strict=True):
             self._chains[running] = chain
             self._take_in(running, batch, group)
             self._count(running, batch, sum(len(request.own_ids) for request in group))
@@ -235,12 +235,12 @@ class Waiting:
 
     def _top_up(self, most: int) -> None:
         """Takes requests that have come; the shortest prompts are first."""
-        taken = self._source.take(most)
-        if not taken:
+        new_requests = self._source.take(most)
+        if not new_requests:
             return
         if self._shares and self._plan.shape.prefix:
-            taken = share(taken, self._prefixes.known, self._kept.stored_tokens)
-        for request in map(self._prefixes.fitted, taken):
+            new_requests = share(new_requests, self._prefixes.known, self._kept.stored_tokens)
+        for request in map(self._prefixes.fitted, new_requests):
             if _fits(request, self._plan.shape):
                 self._prefixes.add(request)
                 self._requests.append(request)
@@ -260,10 +260,10 @@ class Waiting:
             # The longest waiting request goes, regardless of its length.
             oldest = min(range(len(self._requests)), key=lambda i: self._requests[i].index)
             first = min(oldest, len(self._requests) - number)
-        taken = self._with_room(self._requests[first : first + number], is_beside)
-        chosen = set(map(id, taken))
-        self._requests = [request for request in self._requests if id(request) not in chosen]
-        return taken
+        fitting = self._with_room(self._requests[first : first + number], is_beside)
+        fitting_ids = set(map(id, fitting))
+        self._requests = [request for request in self._requests if id(request) not in fitting_ids]
+        return fitting
 
     def _with_room(
         self, requests: Sequence[EncodedRequest], is_beside: bool
@@ -271,21 +271,21 @@ class Waiting:
         """Returns the leading requests whose prefixes fit the plan; if
         there is none, others whose prefixes have entered."""
         room, count = self._prefixes.room, 0
-        new = set[SharedPrefix]()
+        new_prefixes = set[SharedPrefix]()
         for request in requests:
-            new.update(self._prefixes.missing([request]))
-            if len(new) > room:
+            new_prefixes.update(self._prefixes.missing([request]))
+            if len(new_prefixes) > room:
                 break
             count += 1
         if count or not requests:
             self._passed_over = self._stuck = 0
             return requests[:count]
-        there = [r for r in self._requests if not self._prefixes.missing([r])]
+        resident_requests = [r for r in self._requests if not self._prefixes.missing([r])]
         self._passed_over += not self._source.is_ended
-        self._stuck = 0 if there or is_beside else self._stuck + 1
+        self._stuck = 0 if resident_requests or is_beside else self._stuck + 1
         if max(self._passed_over, self._stuck) > PATIENCE:
             return self._by_itself(requests[0])
-        return there[: len(requests)]
+        return resident_requests[: len(requests)]
 
     def _by_itself(self, request: EncodedRequest) -> Sequence[EncodedRequest]:
         """Removes a request's prefixes if they do not fit; returns it unless it is then
@@ -303,9 +303,9 @@ class Waiting:
         """Leaves a batch with these rows; rows beyond the requests are padding, and come last."""
         self._given[running] = self._given[running].taken(rows)
         members, chains = self.members[running], self._chains[running]
-        kept = [row for row in rows if row < len(members)]
-        self.members[running] = [members[row] for row in kept]
-        self._chains[running] = [chains[row] for row in kept]
+        kept_rows = [row for row in rows if row < len(members)]
+        self.members[running] = [members[row] for row in kept_rows]
+        self._chains[running] = [chains[row] for row in kept_rows]
         running.share(spans_of(self._chains[running]))
 
     def adjusted(self, running: Running, guesses: Guesses = ()) -> tuple[np.ndarray, ...]:
@@ -314,8 +314,10 @@ class Waiting:
         members, choices = self.members[running], self._choices
         if choices is None or not any(r.params.is_adjusted for r in members):
             return ()
-        each = zip(members, _of_each(members, guesses), strict=True)
-        rows = [changes for r, own in each for changes in choices.adjustments(r, own)]
+        member_drafts = zip(members, _of_each(members, guesses), strict=True)
+        rows = [
+            changes for r, drafts in member_drafts for changes in choices.adjustments(r, drafts)
+        ]
         padding: list[Mapping[int, tuple[float, float]]] = [{}] * (
             self._given[running].size - len(members)
         )
@@ -328,16 +330,18 @@ class Waiting:
         if choices is None or all(r.params.schema is None for r in members):
             return None
         guessed = _of_each(members, guesses)
-        each = [choices.allowed(r, own) for r, own in zip(members, guessed, strict=True)]
-        words = next((masks[0].size for masks in each if masks is not None), None)
+        allowed_tokens = [
+            choices.allowed(r, drafts) for r, drafts in zip(members, guessed, strict=True)
+        ]
+        words = next((masks[0].size for masks in allowed_tokens if masks is not None), None)
         if words is None:
             return None
         rows = self._given[running].size + sum(map(len, guessed))
         allowed, row = np.full((rows, words), ~np.uint32(0)), 0
-        for masks, own in zip(each, guessed, strict=True):
+        for masks, drafts in zip(allowed_tokens, guessed, strict=True):
             if masks is not None:
                 allowed[row : row + len(masks)] = masks
-            row += 1 + len(own)
+            row += 1 + len(drafts)
         return allowed
 
     def wait(self) -> bool:
@@ -371,9 +375,9 @@ def _in_order(requests: Sequence[EncodedRequest], prefixes: Prefixes) -> list[En
         longest[root] = max(longest.get(root, 0), len(r.own_ids))
 
     def place(r: EncodedRequest) -> tuple[Any, ...]:
-        root, own = roots[r.index], len(r.own_ids)
-        group = (own, (), ()) if root is None else (longest[root], root.ids, r.prefixes[-1])
-        return (*group, own, len(r.forced), r.index)
+        root, num_own = roots[r.index], len(r.own_ids)
+        group = (num_own, (), ()) if root is None else (longest[root], root.ids, r.prefixes[-1])
+        return (*group, num_own, len(r.forced), r.index)
 
     return sorted(requests, key=place)
 
@@ -414,25 +418,29 @@ def made_batch(
     """Returns the batch of the given requests, padded to `rows` rows."""
     ids, first_valid = pad_prompts(members, rows, config.pad_id, config.max_positions)
     fill = rows - len(members)
-    most = np.array([len(r.prompt_ids) + r.max_tokens for r in members] + [1] * fill, np.int32)
+    max_lengths = np.array(
+        [len(r.prompt_ids) + r.max_tokens for r in members] + [1] * fill, np.int32
+    )
     before = np.array([r.prefix_len for r in members] + [0] * fill, np.int32)
     if any(request.forced for request in members):
         forced = np.zeros((rows, max(r.max_tokens for r in members)), np.int32)
         for row, request in enumerate(members):
             forced[row, : len(request.forced)] = request.forced
-        return Batch(ids, first_valid, forced=forced, most=most, before=before)
+        return Batch(ids, first_valid, forced=forced, most=max_lengths, before=before)
     if is_scoring:
         branches = members[0].branches
         targets = np.zeros((rows, branches.total if branches else ids.shape[1]), np.int32)
         for row, request in enumerate(members):
             if request.scored:
                 targets[row, -len(request.scored) :] = np.maximum(request.scored, 0)
-        return Batch(ids, first_valid, targets=targets, most=most, before=before, branches=branches)
-    most = np.maximum(most - 1, 1)  # the last token is chosen, and not computed
+        return Batch(
+            ids, first_valid, targets=targets, most=max_lengths, before=before, branches=branches
+        )
+    max_lengths = np.maximum(max_lengths - 1, 1)  # the last token is chosen, and not computed
     params = [r.params for r in members] + [SamplingParams()] * fill
     places = [r.draws_from for r in members] + [0] * fill
     starts = [r.continued for r in members] + [0] * fill
-    wanted = [p.logprobs for p in params if p.logprobs is not None]
-    logprobs = next(n for n in LOGPROBS if n >= max(wanted)) if wanted else None
+    logprob_counts = [p.logprobs for p in params if p.logprobs is not None]
+    logprobs = next(n for n in LOGPROBS if n >= max(logprob_counts)) if logprob_counts else None
     sampling = sampling_arrays(params, places, starts)
-    return Batch(ids, first_valid, sampling, most=most, before=before, logprobs=logprobs)
+    return Batch(ids, first_valid, sampling, most=max_lengths, before=before, logprobs=logprobs)

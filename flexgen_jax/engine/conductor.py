@@ -85,9 +85,9 @@ class Conductor:
             while self._number <= number + self._count - 2:
                 self._tell([], [], [])  # or the slot would not get to the last stage
             result = self._stages.result(batch.number)
-            left = self._collector.receive(self.waiting.members[batch], token, result)
+            unfinished_rows = self._collector.receive(self.waiting.members[batch], token, result)
             self._ids[batch] = self._chosen(batch, token, result)
-            if not left or not batch.left:
+            if not unfinished_rows or not batch.left:
                 group.remove(batch)
                 del self._ids[batch]
                 batch.close()
@@ -96,11 +96,11 @@ class Conductor:
 
     def _chosen(self, batch: Running, token: int, result: Any) -> np.ndarray:
         """Returns what a batch's next step embeds, int32 [batch, 1]."""
-        given = self.waiting.given(batch)
-        if given.forced is not None:
-            return given.forced[:, token : token + 1]
-        if given.targets is not None:
-            return given.targets[:, -1:]
+        inputs = self.waiting.given(batch)
+        if inputs.forced is not None:
+            return inputs.forced[:, token : token + 1]
+        if inputs.targets is not None:
+            return inputs.targets[:, -1:]
         ids: np.ndarray = result[0] if isinstance(result, tuple) else result
         return ids
 

@@ -52,11 +52,11 @@ def check_drafts(draft: Model, target: Model) -> None:
             )
         return
     size = min(draft.config.vocab_size, target.config.vocab_size)
-    other = next((n for n in range(size) if ours.piece(n) != theirs.piece(n)), None)
-    if other is not None:
+    different_id = next((n for n in range(size) if ours.piece(n) != theirs.piece(n)), None)
+    if different_id is not None:
         raise UserError(
             f"--draft {draft.name} and {target.name} have different vocabularies: token "
-            f"{other} is {theirs.piece(other)!r} and {ours.piece(other)!r}"
+            f"{different_id} is {theirs.piece(different_id)!r} and {ours.piece(different_id)!r}"
         )
 
 
@@ -129,9 +129,9 @@ class Network:
 
     def rows(self, most: int) -> Rows:
         """Sets up a sequence without padding, of at most `tokens` tokens."""
-        one = np.zeros(1, np.int32)
+        zero = np.zeros(1, np.int32)
         constant = self._device.memories.constant
-        return Rows(*map(constant, (one, one, np.array([most], np.int32))))
+        return Rows(*map(constant, (zero, zero, np.array([most], np.int32))))
 
     def run(self, ids: Any, start: int, known: int, kept: TextState) -> jax.Array:
         """Runs tokens, int32 [1, token], from index `start` through the layers; only the first
@@ -144,16 +144,16 @@ class Network:
             weights, number = self._weights[layer.index], layer.index - 1
             if layer.attends:
                 decode = self._get(programs.decode, layer, tokens, tail=kept.room, appends=True)
-                where = (numbers(start), kept.rows)
+                position_arguments = (numbers(start), kept.rows)
                 hidden, kept.tails[number], checks = decode(
-                    weights, hidden, (), kept.tails[number], checks, *where
+                    weights, hidden, (), kept.tails[number], checks, *position_arguments
                 )
             else:
                 shape = {"asked": tokens, "tail": 0, "cuts": (), "has_guesses": tokens > 1}
                 mix = self._get(programs.mix, layer, tokens, **shape)
                 end = (numbers(known),) if tokens > 1 else ()
-                given = (weights, hidden, (), kept.states[number], numbers(start), checks)
-                hidden, _, kept.states[number], checks = mix(*given, kept.rows, *end)
+                mix_arguments = (weights, hidden, (), kept.states[number], numbers(start), checks)
+                hidden, _, kept.states[number], checks = mix(*mix_arguments, kept.rows, *end)
         return hidden
 
     def _get(self, kind: Any, layer: LayerSpec, tokens: int, **shape: Any) -> Any:
@@ -167,8 +167,8 @@ class Network:
         head = self._programs.get(programs.head, rows=1, choice=choice)
         weights = self._weights[self.spec.head.index]
         token, _ = head(weights, hidden, self._checks, *draws.sampling, *place)
-        chosen: jax.Array = token
-        return chosen
+        next_token: jax.Array = token
+        return next_token
 
 
 class TextState:
@@ -213,8 +213,8 @@ def _longer(x: Any, room: int) -> jax.Array:
 @jax.jit
 def _one(hidden: jax.Array, index: int) -> jax.Array:
     """Returns the hidden states of one token, [1, 1, hidden]."""
-    one: jax.Array = jax.lax.dynamic_slice_in_dim(hidden, index, 1, axis=1)
-    return one
+    token_hidden: jax.Array = jax.lax.dynamic_slice_in_dim(hidden, index, 1, axis=1)
+    return token_hidden
 
 
 class ModelDraft:
@@ -229,32 +229,32 @@ class ModelDraft:
         is_long = len(ids) + count > self._config.max_positions
         if is_long or max(ids[self._seen :]) >= self._config.vocab_size:
             return ()  # of a text that the model cannot take
-        kept, network = self._kept, self._network
-        kept.make_room(network, len(ids) + count)
+        state, network = self._kept, self._network
+        state.make_room(network, len(ids) + count)
         hidden = self._read(ids)
-        states = list(kept.states)  # guesses leave nothing there
+        states = list(state.states)  # guesses leave nothing there
         guesses = [network.choose(hidden, draws)]
         for number in range(1, count):
-            hidden = network.run(guesses[-1], len(ids) + number - 1, 1, kept)
+            hidden = network.run(guesses[-1], len(ids) + number - 1, 1, state)
             guesses.append(network.choose(hidden, draws._replace(token=draws.token + number)))
-        kept.states = states
+        state.states = states
         tokens = [int(guess[0, 0]) for guess in jax.device_get(guesses)]
-        known = next((n for n, token in enumerate(tokens) if token >= self._limit), count)
-        return tokens[:known]
+        num_valid = next((n for n, token in enumerate(tokens) if token >= self._limit), count)
+        return tokens[:num_valid]
 
     def _read(self, ids: Sequence[int]) -> jax.Array:
         """Runs the tokens that have come through the model; returns the last token's hidden
         states."""
         while True:
-            left = ids[self._seen :]
-            size = next((size for size in CHUNKS if size >= len(left)), CHUNKS[-1])
-            known = min(size, len(left))
+            unread = ids[self._seen :]
+            size = next((size for size in CHUNKS if size >= len(unread)), CHUNKS[-1])
+            num_known = min(size, len(unread))
             chunk = np.zeros((1, size), np.int32)
-            chunk[0, :known] = left[:known]
-            hidden = self._network.run(chunk, self._seen, known, self._kept)
-            self._seen += known
-            if known == len(left):
-                last: jax.Array = _one(hidden, known - 1)
+            chunk[0, :num_known] = unread[:num_known]
+            hidden = self._network.run(chunk, self._seen, num_known, self._kept)
+            self._seen += num_known
+            if num_known == len(unread):
+                last: jax.Array = _one(hidden, num_known - 1)
                 return last
 
     def close(self) -> None:

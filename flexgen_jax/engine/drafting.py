@@ -149,16 +149,16 @@ def drafting_of(
             f"--draft {SELF_4BIT}: {model.name} has few bits already, so drafting would take as "
             f"long as decoding; use --draft {LOOKUP}, or a smaller model"
         )
-    other = None
+    draft_model = None
     if name != SELF_4BIT:
         try:
-            other = open_model(draft, options.dummy_weights, options.seed)
+            draft_model = open_model(draft, options.dummy_weights, options.seed)
         except UserError as error:
             raise UserError(f"--draft {name}: {error} (--draft {LOOKUP} needs no model)") from None
-    check_drafts(other or model, model)
-    guessing = guessing_of(setting, None if other is None else other.config)
+    check_drafts(draft_model or model, model)
+    guessing = guessing_of(setting, None if draft_model is None else draft_model.config)
     drafter = ModelDrafter(
-        model=other or model,
+        model=draft_model or model,
         policy=guessing.policy,
         dtype=setting.dtype,
         unified=setting.unified,

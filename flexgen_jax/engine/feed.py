@@ -36,8 +36,8 @@ class Listed(Generic[T]):
         self._left = requests
 
     def take(self, most: int) -> Sequence[T]:
-        taken, self._left = self._left, ()
-        return taken
+        requests, self._left = self._left, ()
+        return requests
 
     def wait(self) -> bool:
         return bool(self._left)
@@ -72,9 +72,9 @@ class Feed(Generic[S, T]):
 
     def take(self, most: int) -> Sequence[T]:
         with self._changed:
-            taken = [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
+            requests = [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
             self._changed.notify_all()
-            return taken
+            return requests
 
     def wait(self) -> bool:
         with self._changed:

@@ -29,9 +29,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     # Not `splitlines`, which also splits at other characters that may be part of a text.
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
-            where, line = f"{name}, line {number}", line.removesuffix("\r")
+            place, line = f"{name}, line {number}", line.removesuffix("\r")
             is_json = path.suffix == ".jsonl"
-            prompts.append(Prompt(_prompt_in(line, where) if is_json else line, where))
+            prompts.append(Prompt(_prompt_in(line, place) if is_json else line, place))
     if not prompts:
         raise UserError(f"{name} has no prompts; write one prompt per line")
     return prompts

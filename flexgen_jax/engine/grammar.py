@@ -45,9 +45,9 @@ class Matcher:
 
     def copy(self) -> Matcher:
         """Returns an independent copy of the matcher."""
-        other = copy(self)
-        other._matcher, other._digits = self._matcher.deep_copy(), copy(self._digits)
-        return other
+        duplicate = copy(self)
+        duplicate._matcher, duplicate._digits = self._matcher.deep_copy(), copy(self._digits)
+        return duplicate
 
     @property
     def error(self) -> str | None:
@@ -89,8 +89,8 @@ class Matcher:
         """Returns the tokens that would end the mark and go on: after "</think", one of ">{"."""
         rests = (mark[n:] for n in range(len(mark)) if self._reasoning.endswith(mark[:n]))
         bits = np.zeros(self._vocabulary.words, np.uint32)
-        for rest in rests:
-            bits |= self._vocabulary.longer_than(rest)
+        for remainder in rests:
+            bits |= self._vocabulary.longer_than(remainder)
         return bits
 
 
@@ -227,9 +227,9 @@ def schema_text(schema: Mapping[str, Any] | str) -> str:
             raise ValueError(f"json_schema is not JSON: {error}") from None
     if not isinstance(schema, Mapping):
         raise ValueError(f"json_schema must be an object, not {schema!r}")
-    big = next((n for n in _fixed_numbers(schema) if abs(n) >= 1 << 63), None)
-    if big is not None:
-        raise ValueError(f"json_schema has the number {big}, which exceeds 64 bits")
+    large_number = next((n for n in _fixed_numbers(schema) if abs(n) >= 1 << 63), None)
+    if large_number is not None:
+        raise ValueError(f"json_schema has the number {large_number}, which exceeds 64 bits")
     try:
         return json.dumps(schema, allow_nan=False)
     except (ValueError, TypeError, RecursionError) as error:

@@ -62,16 +62,16 @@ def input_sizes(
     sizes: dict[str, np.ndarray] = {}
     for layer in spec.decoders:
         begin(layer.name)
-        kind = spec.alike[layer.index]
-        if kind not in runs:
+        layer_kind = spec.alike[layer.index]
+        if layer_kind not in runs:
             module = DecoderLayer(
                 config=config,
                 parts=layer.decoder,
                 kernels=kernels,
                 dtype=jnp.dtype("float32"),
             )
-            runs[kind] = jax.jit(partial(_watched, module))
-        hidden, squares = runs[kind](_weights(source, layer), hidden, rows)
+            runs[layer_kind] = jax.jit(partial(_watched, module))
+        hidden, squares = runs[layer_kind](_weights(source, layer), hidden, rows)
         keys = {tensor.path: tensor.key for tensor in layer.tensors}
         sizes |= {keys[path]: np.asarray(square) for path, square in squares.items()}
     return sizes

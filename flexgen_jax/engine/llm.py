@@ -201,7 +201,7 @@ class LLM(TextModel):
         """
         if not messages:
             raise UserError("the list of messages is empty")
-        many = [messages] if isinstance(messages[0], Mapping) else messages
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
         options = ChatOptions(
             tools=tools,
             documents=documents,
@@ -212,9 +212,9 @@ class LLM(TextModel):
             now=now or datetime.now(),
         )
         inputs: list[Input] = []
-        for one in many:
+        for conversation in conversations:
             try:
-                inputs.append(self.chat_prompt(cast("Sequence[Message]", one), options))
+                inputs.append(self.chat_prompt(cast("Sequence[Message]", conversation), options))
             except UserError as error:
                 inputs.append(error)
         return self._continued(inputs, sampling_params, on_output, on_token, None, on_error)
@@ -249,16 +249,16 @@ class LLM(TextModel):
             raise impossible({index: str(result.error) for index, result in failures.items()})
         asked = [copy for r in encoded for copy in copies(r, count)]
         requests = self._prompts.sharing(asked, prefix)
-        made: defaultdict[int, dict[int, RequestOutput]] = defaultdict(dict)
+        outputs: defaultdict[int, dict[int, RequestOutput]] = defaultdict(dict)
         results: dict[int, RequestOutput] = {}
 
         def finish(request: EncodedRequest, result: RequestOutput) -> None:
             index = request.index % count
-            texts = made[index]
+            texts = outputs[index]
             texts[request.index] = result
             if len(texts) == request.params.n:
-                first, *others = (text for _, text in sorted(texts.items()))
-                results[index] = replace(first, others=tuple(others))
+                first, *other_outputs = (text for _, text in sorted(texts.items()))
+                results[index] = replace(first, others=tuple(other_outputs))
                 if on_output is not None:
                     on_output(index, results[index])
 
@@ -336,8 +336,8 @@ class LLM(TextModel):
         through_cache: score token by token, as a generation goes, so that every token sees those
             before it through the KV cache; slower, and shows what a quantized cache costs.
         """
-        given, ids = self._prompts.scorable(texts, prompt_token_ids)
-        return self._scorer.texts(given, ids, through_cache)
+        prompt_texts, ids = self._prompts.scorable(texts, prompt_token_ids)
+        return self._scorer.texts(prompt_texts, ids, through_cache)
 
     def score_pairs(
         self,

@@ -132,10 +132,10 @@ class LocalRunner:
         assert session is not None, "it was opened"
         make = partial(made_batch, self.planner.setting.config, isinstance(collector, Scoring))
         choices = collector if isinstance(collector, Generation) else None
-        kept = NOTHING_KEPT
+        keeper = NOTHING_KEPT
         if self._kv_store is not None:
-            kept = KeptTexts(self.stored_tokens, self._kv_store.open)
-        waiting = Waiting(session.plan, incoming, make, choices, shares, kept)
+            keeper = KeptTexts(self.stored_tokens, self._kv_store.open)
+        waiting = Waiting(session.plan, incoming, make, choices, shares, keeper)
         session.start()
 
         has_results, compiled_before = False, session.num_compiled
@@ -160,8 +160,8 @@ class LocalRunner:
         incoming.put_back(waiting.unfinished())
         session.finish(waiting.entered, collector.num_tokens - before, waiting.prompts)
         self.planner.observe(*session.disk_reads())
-        made = collector.num_tokens - before
-        self.planner.observe_seconds(waiting.entered, made, session.seconds)
+        num_new = collector.num_tokens - before
+        self.planner.observe_seconds(waiting.entered, num_new, session.seconds)
         if self._drafting is not None:
             self._drafting.observe(session.acceptance)
         if self._routing is not None:
@@ -172,12 +172,12 @@ class LocalRunner:
             self._close_session()
         if not is_out_of_memory(error):
             raise error
-        what = first_line(error)
+        error_text = first_line(error)
         if not self.planner.back_off(is_on_host(error)):
             if isinstance(error, UserError):
                 raise error
-            raise OutOfMemoryError(f"out of memory: {what}; {self._way_out()}") from error
-        self._progress.say(f"flexgen-jax: out of memory, continuing with less: {what}")
+            raise OutOfMemoryError(f"out of memory: {error_text}; {self._way_out()}") from error
+        self._progress.say(f"flexgen-jax: out of memory, continuing with less: {error_text}")
         self._close_session()
 
     def _way_out(self) -> str:

@@ -105,7 +105,7 @@ class Members:
                 f"--coordinator {asked} needs the environment variable {KEY}, with the same secret "
                 "on all machines"
             )
-        here = 1 if asked is not None else len(layers)
+        num_local = 1 if asked is not None else len(layers)
         try:
             server = socket.create_server((host, port))
         except OSError as error:
@@ -113,15 +113,15 @@ class Members:
         with server:
             server.settimeout(1)
             address = f"{host}:{server.getsockname()[1]}"
-            for number, part in enumerate(layers):
-                process = _started(address, number, here, key) if number < here else None
-                self._members.append(Member(number, part, process))
-            if here < len(layers):
+            for number, layer_range in enumerate(layers):
+                process = _started(address, number, num_local, key) if number < num_local else None
+                self._members.append(Member(number, layer_range, process))
+            if num_local < len(layers):
                 self._say(
                     "flexgen-jax: waiting for the other stages; for each, N from 1 to "
                     f"{len(layers) - 1}, run `flexgen-jax stage --join {address} --number N`"
                 )
-            self._welcome(server, key, JOIN_S if here == len(layers) else JOIN_OTHERS_S)
+            self._welcome(server, key, JOIN_S if num_local == len(layers) else JOIN_OTHERS_S)
         meeting = f"{host}:{_free_port(host)}"
         for member in self._members:
             member.heard = time.monotonic()
@@ -130,9 +130,9 @@ class Members:
                 "start",
                 options=options,
                 stages=len(layers),
-                here=here,
+                here=num_local,
                 meeting=meeting,
-                cores=_cores(member.number, here) if member.process is not None else [],
+                cores=_cores(member.number, num_local) if member.process is not None else [],
             )
         self.ready = self.answers("ready")
 
@@ -142,8 +142,8 @@ class Members:
         while any(member.wire is None for member in self._members):
             self._check_processes()
             if time.monotonic() > until:
-                late = next(member for member in self._members if member.wire is None)
-                raise StageError(f"{late.name} did not connect within {wait_s:g} s")
+                missing_member = next(member for member in self._members if member.wire is None)
+                raise StageError(f"{missing_member.name} did not connect within {wait_s:g} s")
             try:
                 connected, _ = server.accept()
             except TimeoutError:
@@ -165,13 +165,13 @@ class Members:
         assert member.wire is not None
         while True:
             try:
-                kind, content = member.wire.receive()
+                message_kind, content = member.wire.receive()
             except ClosedError:
-                kind, content = "gone", {}
+                message_kind, content = "gone", {}
             member.heard = time.monotonic()
-            if kind != "beat":
-                self._messages.put(Message(member.number, kind, content))
-            if kind == "gone":
+            if message_kind != "beat":
+                self._messages.put(Message(member.number, message_kind, content))
+            if message_kind == "gone":
                 return
 
     def _check_processes(self) -> None:
@@ -181,12 +181,14 @@ class Members:
 
     def _lost(self, member: Member) -> StageError:
         """Stops all other stages; returns the error for a lost stage."""
-        how = "is gone"
+        reason = "is gone"
         if member.process is not None:
             with suppress(subprocess.TimeoutExpired):
                 code = member.process.wait(5)
-                how = f"was ended by signal {-code}" if code < 0 else f"has ended with code {code}"
-        return self._failed(f"{member.name} {how}")
+                reason = (
+                    f"was ended by signal {-code}" if code < 0 else f"has ended with code {code}"
+                )
+        return self._failed(f"{member.name} {reason}")
 
     def _failed(self, what: str) -> StageError:
         """Ends all stages at once; returns an error that says what failed."""
@@ -213,9 +215,11 @@ class Members:
                 if not message.content["is_known"]:
                     time.sleep(BEAT_S)  # one whose neighbour was lost may be the first to say so
                     self._check_processes()
-                said = f"{member.name}: {message.content['message']}"
+                error_text = f"{member.name}: {message.content['message']}"
                 self._kill()
-                raise UserError(said) if message.content["is_known"] else StageError(said)
+                raise (
+                    UserError(error_text) if message.content["is_known"] else StageError(error_text)
+                )
             if message.kind == "result":
                 self._results[message.content["batch"]] = message.content
             return message
@@ -237,12 +241,16 @@ class Members:
 
     def tell_parts(self, kind: str, layers: Division, **content: Any) -> None:
         """Tells all stages something about a division of the layers."""
-        self.tell(kind, layers=[[part.start, part.stop] for part in layers], **content)
+        self.tell(
+            kind,
+            layers=[[layer_range.start, layer_range.stop] for layer_range in layers],
+            **content,
+        )
 
     def assign(self, layers: Division) -> None:
         """Notes which layers each stage has from now on."""
-        for member, part in zip(self._members, layers, strict=True):
-            member.layers = part
+        for member, layer_range in zip(self._members, layers, strict=True):
+            member.layers = layer_range
 
     def result(self, batch: int) -> Any:
         """Returns the last stage's head result for a batch's step; waits for it."""
@@ -321,5 +329,5 @@ def _visible_device(number: int) -> dict[str, str]:
     """Returns the variable that shows a stage one GPU of those that are visible here."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = seen.split(",") if seen else []
-    own = devices[number] if number < len(devices) else str(number)
-    return {"CUDA_VISIBLE_DEVICES": own}
+    device = devices[number] if number < len(devices) else str(number)
+    return {"CUDA_VISIBLE_DEVICES": device}

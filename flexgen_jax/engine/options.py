@@ -138,8 +138,8 @@ class EngineOptions:
     @property
     def changes(self) -> dict[str, Any]:
         """The fields of the policy that are given apart from it."""
-        given = {name: getattr(self, name) for name in CHANGES}
-        return {name: value for name, value in given.items() if value is not None}
+        values = {name: getattr(self, name) for name in CHANGES}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def base_policy(self) -> Policy:

@@ -11,13 +11,17 @@ class OutOfMemoryError(MachineError, MemoryError):
 
 def is_on_host(error: BaseException) -> bool:
     """Returns whether the host's memory ran out, pinned or not, rather than the device's."""
-    said = str(error)
+    error_text = str(error)
     if isinstance(error, MemoryError):
-        return not said.startswith("device memory")
-    return "pinned" in said or "host memory" in said
+        return not error_text.startswith("device memory")
+    return "pinned" in error_text or "host memory" in error_text
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether an error means running out of memory, so that a smaller plan may help."""
-    said = str(error)
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in said or "Out of mem" in said
+    error_text = str(error)
+    return (
+        isinstance(error, MemoryError)
+        or "RESOURCE_EXHAUSTED" in error_text
+        or "Out of mem" in error_text
+    )

@@ -109,9 +109,9 @@ class Generation:
     def begin(self, requests: Sequence[EncodedRequest]) -> None:
         """Receives requests before they run."""
         for request in requests:
-            made = list(request.made_ids)
+            token_ids = list(request.made_ids)
             matcher = self._matcher(request)
-            sequence = _Sequence(request, made, shown=len(made), matcher=matcher)
+            sequence = _Sequence(request, token_ids, shown=len(token_ids), matcher=matcher)
             self._sequences[request.index] = sequence
             self._ids.add(request.id)
             self._recent.pop(request.id, None)
@@ -131,10 +131,12 @@ class Generation:
             if sequence is None or chosen_id < 0:
                 continue
             if logprobs and request.params.logprobs is not None:
-                chosen, top_ids, top = (x[row] for x in logprobs)
+                token_logprob, top_ids, top = (x[row] for x in logprobs)
                 pairs = zip(top_ids.tolist(), top.tolist(), strict=True)
-                most = request.params.logprobs
-                sequence.logprobs.append(TokenLogprob(float(chosen), tuple(pairs)[:most]))
+                num_logprobs = request.params.logprobs
+                sequence.logprobs.append(
+                    TokenLogprob(float(token_logprob), tuple(pairs)[:num_logprobs])
+                )
             self._append(sequence, int(chosen_id))
         return [row for row, r in enumerate(requests) if self._under_way(r) is not None]
 
@@ -150,15 +152,15 @@ class Generation:
         """Returns what changes a request's logits for its next token, and for those after each of
         some guesses; see `SamplingParams.adjustments`."""
         sequence = self._sequences.get(request.index)
-        made = [*([] if sequence is None else sequence.ids), *guesses]
+        token_ids = [*([] if sequence is None else sequence.ids), *guesses]
         return [
             request.params.adjustments(
                 prompt=request.given_ids,
-                made=made[:count],
+                made=token_ids[:count],
                 eos_ids=self._eos_ids,
                 max_tokens=request.whole_limit,
             )
-            for count in range(len(made) - len(guesses), len(made) + 1)
+            for count in range(len(token_ids) - len(guesses), len(token_ids) + 1)
         ]
 
     def allowed(
@@ -225,10 +227,10 @@ class Generation:
 
     def ended(self, request: EncodedRequest) -> RequestOutput | None:
         """Returns the result of a request that an earlier run has made to its end."""
-        made = list(request.made_ids)
-        if not made:
+        token_ids = list(request.made_ids)
+        if not token_ids:
             return None
-        return self._ended(_Sequence(request, made, matcher=self._matcher(request)))
+        return self._ended(_Sequence(request, token_ids, matcher=self._matcher(request)))
 
     def _finish(self, sequence: _Sequence, result: RequestOutput) -> None:
         request = sequence.request
@@ -283,9 +285,9 @@ class Generation:
     def restart(self) -> list[EncodedRequest]:
         """Returns the requests that are not finished, and drops what was collected for them."""
         for sequence in self._sequences.values():
-            made = sequence.request.made_ids
-            self.num_tokens -= len(sequence.ids) - len(made)
-            sequence.ids[:] = made
+            earlier_ids = sequence.request.made_ids
+            self.num_tokens -= len(sequence.ids) - len(earlier_ids)
+            sequence.ids[:] = earlier_ids
             sequence.logprobs.clear()
             sequence.matcher = self._matcher(sequence.request)
         return [sequence.request for _, sequence in sorted(self._sequences.items())]
@@ -294,13 +296,15 @@ class Generation:
         """Returns how far the requests are that were begun; the remaining length is estimated from
         finished completions."""
         expected = self._finished.mean_tokens
-        left = 0.0
+        tokens_left = 0.0
         for sequence in self._sequences.values():
             request = sequence.request
-            most, made = request.max_tokens, len(sequence.ids) - request.continued
-            typical = most if expected is None else min(most, max(expected, 1.3 * made))
-            left += max(0.0, typical - made)
-        return Amount(self.num_tokens, self.num_tokens + round(left), self._finished.count)
+            max_tokens, num_made = request.max_tokens, len(sequence.ids) - request.continued
+            typical = (
+                max_tokens if expected is None else min(max_tokens, max(expected, 1.3 * num_made))
+            )
+            tokens_left += max(0.0, typical - num_made)
+        return Amount(self.num_tokens, self.num_tokens + round(tokens_left), self._finished.count)
 
 
 @dataclass
@@ -322,8 +326,8 @@ class Done:
 
 def failed(request: Request, error: str) -> RequestOutput:
     """Returns the result of an impossible request."""
-    given = request.prompt_token_ids
-    ids = [x for x in given if isinstance(x, int)] if isinstance(given, Sequence) else []
+    prompt_ids = request.prompt_token_ids
+    ids = [x for x in prompt_ids if isinstance(x, int)] if isinstance(prompt_ids, Sequence) else []
     return RequestOutput(request.prompt, ids, "", [], "error", str(request.id), error)
 
 
@@ -350,7 +354,7 @@ class Admitted:
         return self._feed.wait()
 
     def take(self, most: int) -> Sequence[EncodedRequest]:
-        taken = []
+        requests = []
         for request in self._feed.take(most):
             if isinstance(request, RequestOutput):
                 self._ready.append(request)
@@ -361,5 +365,5 @@ class Admitted:
                 self._ready.append(result)
             else:
                 self._generation.begin([request])
-                taken.append(request)
-        return taken
+                requests.append(request)
+        return requests

@@ -45,11 +45,11 @@ class Context:
         last token, whose successor is the continuation's first one."""
         ids, scored, branches = list(self.tokens[:-1]), list[int](), self.branches
         for row in self.continuations:
-            rest = branches.tokens - len(row)
-            ids += [self.tokens[-1], *row[:-1], *[pad_id] * rest]
-            scored += [*row, *[NOTHING] * rest]
-        params, wanted = SamplingParams(max_tokens=1), tuple(scored)
-        return EncodedRequest(index, tuple(ids), params, 1, scored=wanted, branches=branches)
+            num_branch_tokens = branches.tokens - len(row)
+            ids += [self.tokens[-1], *row[:-1], *[pad_id] * num_branch_tokens]
+            scored += [*row, *[NOTHING] * num_branch_tokens]
+        params, scored_tokens = SamplingParams(max_tokens=1), tuple(scored)
+        return EncodedRequest(index, tuple(ids), params, 1, scored=scored_tokens, branches=branches)
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class Split:
         everything = tuple(range(len(rows)))
         if not shares or len(rows) < 2:
             return cls(everything, 0, {})
-        own = min(len(row) - count for row, count in zip(rows, lengths, strict=True))
-        prefix = min(common_length(rows), own - 1)
+        shortest_own = min(len(row) - count for row, count in zip(rows, lengths, strict=True))
+        prefix = min(common_length(rows), shortest_own - 1)
         prefix = prefix if prefix >= LEAST_PREFIX else 0
-        left = sum(map(len, rows)) - prefix * (len(rows) - 1)
+        shared_cost = sum(map(len, rows)) - prefix * (len(rows) - 1)
         contexts = [
             context
             for context in _contexts(rows, lengths)
@@ -85,7 +85,7 @@ class Split:
             and context.computed <= min(most, context.apart)
         ]
         saved = sum(context.apart - context.computed for context in contexts)
-        if not contexts or left <= sum(map(len, rows)) - saved:
+        if not contexts or shared_cost <= sum(map(len, rows)) - saved:
             return cls(everything, prefix, {})
         branched = defaultdict(list)
         for context in contexts:

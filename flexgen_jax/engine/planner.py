@@ -144,8 +144,8 @@ class Planner:
                 self.setting.dtype, self.offload_dir, self.setting.unified, self.progress
             )
         except (OSError, ValueError, RuntimeError) as error:
-            what = first_line(error)
-            self.progress.say(f"flexgen-jax: planning for a generic machine: {what}")
+            error_text = first_line(error)
+            self.progress.say(f"flexgen-jax: planning for a generic machine: {error_text}")
         self._known.clear()
 
     def _staying(self, problem: Problem, best: Plan) -> Plan:
@@ -249,8 +249,8 @@ class Planner:
         if not self._is_here or plan is None or profile is None or seconds < TELLING_S:
             return
         is_planned = num_sequences == plan.num_sequences and any(
-            known is plan and num_tokens == num_sequences * workload.gen_len
-            for workload, known in self._known.items()
+            known_policy is plan and num_tokens == num_sequences * workload.gen_len
+            for workload, known_policy in self._known.items()
         )
         if is_planned and profile.is_assumed and plan.binding == "compute":
             record_products(self.setting.dtype, self.offload_dir, plan.total_s / seconds)
@@ -289,7 +289,7 @@ class Planner:
         if not self.is_auto or self._backed_off == BACK_OFFS:
             return False
         self._backed_off += 1
-        old, unified = self.budgets, self.setting.unified
+        old_budgets, unified = self.budgets, self.setting.unified
 
         def less(limit: int | None, used: int) -> int | None:
             return None if limit is None else int(BACK_OFF * min(limit, used))
@@ -298,10 +298,14 @@ class Planner:
         used = self._plan.peak_bytes
         together = used["device"] + used["host"]
         self._budgets = Budgets(
-            device=old.device if unified or on_host else less(old.device, used["device"]),
-            host=less(old.host, used["host"]) if on_host and not unified else old.host,
-            disk=old.disk,
-            shared=less(old.shared, together),
+            device=old_budgets.device
+            if unified or on_host
+            else less(old_budgets.device, used["device"]),
+            host=less(old_budgets.host, used["host"])
+            if on_host and not unified
+            else old_budgets.host,
+            disk=old_budgets.disk,
+            shared=less(old_budgets.shared, together),
         )
         self._plan = None
         self._known.clear()

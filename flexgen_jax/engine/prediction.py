@@ -35,8 +35,8 @@ class KnownTexts(Waiting):
         """ends: tokens of each text, by the requests' indices."""
 
         def make(members: Sequence[EncodedRequest], rows: int) -> Batch:
-            most = max_positions - min(r.prefix_len for r in members)
-            tokens = padded_length(max(len(r.own_ids) for r in members), most)
+            max_length = max_positions - min(r.prefix_len for r in members)
+            tokens = padded_length(max(len(r.own_ids) for r in members), max_length)
             return Batch(np.zeros((rows, tokens), np.int8), np.zeros(rows, np.int8))
 
         super().__init__(plan, Listed(requests), make)
@@ -45,14 +45,14 @@ class KnownTexts(Waiting):
 
     def rows_left(self, step: Step) -> int:
         members = enumerate(self.members.get(step.batch, ()))
-        left = [row for row, r in members if self._ends[r.index] > step.token + 1]
-        self._left[step.batch] = left
-        return len(left)
+        unfinished_rows = [row for row, r in members if self._ends[r.index] > step.token + 1]
+        self._left[step.batch] = unfinished_rows
+        return len(unfinished_rows)
 
     def shrink(self, batch: Running, rows: int) -> None:
-        left = self._left[batch]
-        others = [row for row in range(self.given(batch).size) if row not in left]
-        self.keep(batch, [*left, *others][:rows])
+        unfinished_rows = self._left[batch]
+        finished_rows = [row for row in range(self.given(batch).size) if row not in unfinished_rows]
+        self.keep(batch, [*unfinished_rows, *finished_rows][:rows])
 
 
 def predicted_time(
@@ -67,8 +67,8 @@ def predicted_time(
     if steps > MOST_STEPS:
         return None
     plan = problem.plan(policy)
-    known = KnownTexts(plan, requests, ends, problem.setting.config.max_positions)
+    known_texts = KnownTexts(plan, requests, ends, problem.setting.config.max_positions)
     costs = problem.costs(policy)
     spare = problem.budgets.spare_ram(problem.peak(policy))
     cached = page_cached(costs.spec, costs.formats, plan.tiers, spare)
-    return simulate_texts(costs, plan, known, cached)
+    return simulate_texts(costs, plan, known_texts, cached)

@@ -46,12 +46,14 @@ def share(
     requests = [_with_stored(request, stored) for request in requests]
     cuts = _known_prefixes(requests, known)
     saved = sum(shared[-1] for shared in cuts.values())
-    new = sorted(
+    shared_requests = sorted(
         (n for n in range(len(requests)) if n not in cuts), key=lambda n: requests[n].prompt_ids
     )
-    for first, last, depth, before in _nodes([requests[n].prompt_ids for n in new], Worth()):
+    for first, last, depth, before in _nodes(
+        [requests[n].prompt_ids for n in shared_requests], Worth()
+    ):
         saved += (last - first - 1) * (depth - before)
-        for n in new[first:last]:
+        for n in shared_requests[first:last]:
             cuts[n] = (*cuts.get(n, ()), depth)
     if not saved or not is_worth(saved, requests):
         return requests
@@ -121,8 +123,8 @@ def _nodes(rows: Sequence[Any], worth: Worth) -> Iterator[tuple[int, int, int, i
         first, last, depth, before = waiting.popleft()
         for start, stop in _runs(common, first, last, depth):
             deeper = min(common[start : stop - 1])
-            own = deeper - before
-            if own >= worth.own and own * (stop - start - 1) >= worth.saved:
+            own_tokens = deeper - before
+            if own_tokens >= worth.own and own_tokens * (stop - start - 1) >= worth.saved:
                 yield start, stop, deeper, before
                 waiting.append((start, stop, deeper, deeper))
             else:

@@ -83,10 +83,10 @@ class Prefixes:
     def add(self, request: EncodedRequest) -> None:
         """Takes note of a request that waits."""
         parent: SharedPrefix | None = None
-        known = [n for n, ids in enumerate(request.prefixes) if ids in self._known]
+        known_indices = [n for n, ids in enumerate(request.prefixes) if ids in self._known]
         # A known one may go on from others than this request says.
-        new = request.prefixes[known[-1] if known else 0 :]
-        for ids in new:
+        new_prefixes = request.prefixes[known_indices[-1] if known_indices else 0 :]
+        for ids in new_prefixes:
             parent = self._known.setdefault(ids, SharedPrefix(ids, parent))
         if parent is not None:
             self._of[request.index] = parent
@@ -106,8 +106,8 @@ class Prefixes:
     @property
     def room(self) -> int:
         """Number of prefixes that may enter in addition to resident ones."""
-        there = sum(prefix.running is not None for prefix in self._known.values())
-        return self._shape.prefixes * (self._shape.prefix > 0) - there
+        num_resident = sum(prefix.running is not None for prefix in self._known.values())
+        return self._shape.prefixes * (self._shape.prefix > 0) - num_resident
 
     def missing(self, requests: Iterable[EncodedRequest]) -> list[SharedPrefix]:
         """Returns the prefixes of requests that have not entered yet, the shortest first."""
@@ -122,14 +122,14 @@ class Prefixes:
     ) -> Iterator[tuple[Running, Batch]]:
         """Yields the batches of prefixes whose parents have entered; stored ones have no steps."""
         ready = [b for b in wanted if b.parent is None or b.parent.running is not None]
-        given = [self._batch_of(prefix) for prefix in ready]
+        batches = [self._batch_of(prefix) for prefix in ready]
         entered = self._admission.enter(
-            shapes=[BatchShape(1, batch.prompt_len, gen_len=1) for batch in given],
+            shapes=[BatchShape(1, batch.prompt_len, gen_len=1) for batch in batches],
             is_first=is_first,
             shared=[spans_of([_runnings(b.chain[:-1])]) for b in ready],
             are_prefixes=True,
         )
-        for prefix, running, batch in zip(ready, entered, given, strict=True):
+        for prefix, running, batch in zip(ready, entered, batches, strict=True):
             prefix.running = running
             prefix.hold(True)
             running.closing.callback(self._forget, prefix)
@@ -137,7 +137,7 @@ class Prefixes:
                 running.is_stored = True
                 running.left.clear()
                 running.closing.callback(batch.stored.close)
-        yield from zip(entered, given, strict=True)
+        yield from zip(entered, batches, strict=True)
 
     def hold_for(self, waiting: Iterable[EncodedRequest]) -> None:
         """Keeps the prefixes of waiting requests, and no others."""
@@ -161,12 +161,12 @@ class Prefixes:
         self.hold_for(())
 
     def _batch_of(self, prefix: SharedPrefix) -> Batch:
-        own = prefix.own_ids
-        columns = padded_prefix(len(own))
-        ids, first = np.zeros((1, columns), np.int32), columns - len(own)
-        ids[0, first:] = own
-        before = np.array([len(prefix.ids) - len(own)], np.int32)
-        stored = self._open_stored(own) if prefix.parent is None else None
+        own_ids = prefix.own_ids
+        columns = padded_prefix(len(own_ids))
+        ids, first = np.zeros((1, columns), np.int32), columns - len(own_ids)
+        ids[0, first:] = own_ids
+        before = np.array([len(prefix.ids) - len(own_ids)], np.int32)
+        stored = self._open_stored(own_ids) if prefix.parent is None else None
         return Batch(ids, np.array([first], np.int32), before=before, stored=stored)
 
     def _forget(self, prefix: SharedPrefix) -> None:
@@ -175,8 +175,8 @@ class Prefixes:
 
     def _clean(self) -> None:
         """Drops pending prefixes that neither a waiting request nor a resident prefix needs."""
-        there = [b for b in self._known.values() if b.running is not None]
-        needed = {b for longest in (*self._of.values(), *there) for b in longest.chain}
+        resident = [b for b in self._known.values() if b.running is not None]
+        needed = {b for longest in (*self._of.values(), *resident) for b in longest.chain}
         self._known = {ids: b for ids, b in self._known.items() if b in needed}
 
 

@@ -52,11 +52,13 @@ class PromptReader:
         """Returns prompts, given as texts or as token ids."""
         if (prompts is None) == (prompt_token_ids is None):
             raise UserError("pass either prompts or prompt_token_ids")
-        given = prompts if prompt_token_ids is None else prompt_token_ids
-        given = [given] if isinstance(given, str) and prompt_token_ids is None else given
-        if isinstance(given, str | bytes | Mapping) or not isinstance(given, Iterable):
-            raise UserError(f"prompts must be a list, not {type(given).__name__}")
-        rows = list(given)
+        raw_inputs = prompts if prompt_token_ids is None else prompt_token_ids
+        raw_inputs = (
+            [raw_inputs] if isinstance(raw_inputs, str) and prompt_token_ids is None else raw_inputs
+        )
+        if isinstance(raw_inputs, str | bytes | Mapping) or not isinstance(raw_inputs, Iterable):
+            raise UserError(f"prompts must be a list, not {type(raw_inputs).__name__}")
+        rows = list(raw_inputs)
         if not rows:
             raise UserError("the list of prompts is empty")
         if prompt_token_ids is not None:
@@ -95,21 +97,22 @@ class PromptReader:
         if len(params) != len(inputs):
             raise UserError(f"{len(inputs)} prompts, but {len(params)} sampling_params")
         requests, failures = list[EncodedRequest](), {}
-        for index, (given, choice) in enumerate(zip(inputs, params, strict=True)):
-            if isinstance(given, UserError):
-                failures[index] = failed(Request(str(index), ""), str(given))
+        for index, (prompt, choice) in enumerate(zip(inputs, params, strict=True)):
+            if isinstance(prompt, UserError):
+                failures[index] = failed(Request(str(index), ""), str(prompt))
                 continue
-            text, ids = given
+            text, ids = prompt
             request = Request(str(index), text, ids if text is None else None, choice)
             encoded = encoded_or_failed(partial(self._encoder.encode, ids=ids), request, index)
             if isinstance(encoded, RequestOutput):
                 failures[index] = encoded
             else:
                 requests.append(encoded)
-        short = sum(r.whole_limit < r.params.most_tokens for r in requests)
-        if short:
+        num_shortened = sum(r.whole_limit < r.params.most_tokens for r in requests)
+        if num_shortened:
             self._progress.say(
-                f"flexgen-jax: {short} of {len(inputs)} prompts leave room for fewer new tokens "
+                f"flexgen-jax: {num_shortened} of {len(inputs)} prompts leave room for fewer "
+                "new tokens "
                 f"than requested in the model's context of {self._model.config.max_positions}"
             )
         return requests, failures
@@ -145,11 +148,11 @@ class PromptReader:
 def _listed_params(given: object) -> list[SamplingParams]:
     """Returns sampling parameters of each prompt; raises `UserError` for anything else."""
     params = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    for each in params:
-        if not isinstance(each, SamplingParams):
+    for entry in params:
+        if not isinstance(entry, SamplingParams):
             raise UserError(
                 "sampling_params must be a SamplingParams object or a list of them, not "
-                f"{each!r}; for example SamplingParams(max_tokens=5)"
+                f"{entry!r}; for example SamplingParams(max_tokens=5)"
             )
     return cast("list[SamplingParams]", params)
 

@@ -63,15 +63,15 @@ class QuantizedCopy:
         if target.resolve() == folder.resolve():
             raise CheckpointError(f"{target}: choose a folder other than the model's own")
         target.mkdir(parents=True, exist_ok=True)
-        where: dict[str, str] = {}
+        weight_map: dict[str, str] = {}
         files = weight_files(folder)
         for path in files:
             names = [name for name in self._tensors if self._tensors.path(name) == path]
             entries = [entry for name in names for entry in self._entries(name)]
             write_safetensors(target / path.name, entries, self._content(names, progress))
-            where.update(dict.fromkeys((entry.name for entry in entries), path.name))
+            weight_map.update(dict.fromkeys((entry.name for entry in entries), path.name))
         if len(files) > 1:
-            write_json(target / INDEX, {"metadata": {}, "weight_map": where})
+            write_json(target / INDEX, {"metadata": {}, "weight_map": weight_map})
         copy_others(folder, target, but=("config.json",))
         quantization = {"quant_method": METHOD, "version": 1, "bits": self._bits}
         config = read_object(folder / "config.json") | {"quantization_config": quantization}
@@ -107,15 +107,15 @@ class QuantizedCopy:
         weights = self._sizes.get(self._large[name].key)
         # The root of the mean square: the mean square itself fits the text of the calibration too
         # closely to help on others.
-        asked = None if weights is None else jnp.sqrt(jnp.asarray(weights))
+        error_weights = None if weights is None else jnp.sqrt(jnp.asarray(weights))
         storage, count = self._storage(name), max(1, PIECE // array.shape[1])
         pieces: list[list[np.ndarray]] = []
         for start in range(0, len(array), count):
             rows = jnp.asarray(array[start : start + count])
-            leaves = encode_rows(rows, replace(storage, shape=rows.shape), asked)
+            leaves = encode_rows(rows, replace(storage, shape=rows.shape), error_weights)
             pieces.append([np.asarray(leaf) for leaf in leaves])
-        for parts in zip(*pieces, strict=True):
-            yield np.concatenate(parts).tobytes()
+        for arrays in zip(*pieces, strict=True):
+            yield np.concatenate(arrays).tobytes()
         yield np.array(array.shape, np.int64).tobytes()
 
 

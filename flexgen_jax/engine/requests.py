@@ -129,7 +129,7 @@ def copies(request: EncodedRequest, count: int) -> list[EncodedRequest]:
     """Returns a request as often as it asks for texts; count: the number of all requests. The first
     copy is the request itself; further copies have indices larger by multiples of `count`, which
     seed their draws."""
-    others = range(1, request.params.n)
+    copy_numbers = range(1, request.params.n)
     return [
         request,
         *(
@@ -139,7 +139,7 @@ def copies(request: EncodedRequest, count: int) -> list[EncodedRequest]:
                 id=f"{request.id}.{n}",
                 place=request.draws_from + (n << 32),
             )
-            for n in others
+            for n in copy_numbers
         ),
     ]
 
@@ -165,10 +165,10 @@ def common_length(rows: Sequence[Any]) -> int:
 
 def check_ids(ids: Sequence[int], index: int, config: ModelConfig) -> None:
     """Raises `PromptError` for token ids that the vocabulary has not."""
-    bad = [token for token in ids if not 0 <= token < config.vocab_size]
-    if bad:
+    invalid = [token for token in ids if not 0 <= token < config.vocab_size]
+    if invalid:
         raise PromptError(
-            f"prompt {index} has token id {bad[0]}, but the vocabulary has only "
+            f"prompt {index} has token id {invalid[0]}, but the vocabulary has only "
             f"{config.vocab_size} tokens",
             [index],
         )
@@ -176,11 +176,13 @@ def check_ids(ids: Sequence[int], index: int, config: ModelConfig) -> None:
 
 def impossible(errors: Mapping[int, str]) -> PromptError:
     """Returns the error of prompts that cannot be continued. errors: the errors, by index."""
-    number, said = next(iter(errors.items()))
-    said = re.sub("^the prompt", f"prompt {number}", said)
-    said = said if said.startswith("prompt ") else f"prompt {number}: {said}"
-    others = f"; {len(errors) - 1} more prompts do not fit" if len(errors) > 1 else ""
-    return PromptError(f"{said}{others}", list(errors))
+    number, error_text = next(iter(errors.items()))
+    error_text = re.sub("^the prompt", f"prompt {number}", error_text)
+    error_text = (
+        error_text if error_text.startswith("prompt ") else f"prompt {number}: {error_text}"
+    )
+    others_note = f"; {len(errors) - 1} more prompts do not fit" if len(errors) > 1 else ""
+    return PromptError(f"{error_text}{others_note}", list(errors))
 
 
 def check_prompt(prompt: object) -> None:
@@ -224,14 +226,17 @@ def check_params(params: SamplingParams, config: ModelConfig, grammars: Grammars
 
 def check_lengths(rows: Sequence[Sequence[int]], new: int, config: ModelConfig) -> None:
     """Raises `PromptError` for prompts that are empty or leave no room for `new` new tokens."""
-    most = config.max_positions - new
-    bad = [index for index, row in enumerate(rows) if not 1 <= len(row) <= most]
-    if bad:
-        others = f"; {len(bad) - 1} more prompts do not fit" if len(bad) > 1 else ""
+    max_length = config.max_positions - new
+    bad_indices = [index for index, row in enumerate(rows) if not 1 <= len(row) <= max_length]
+    if bad_indices:
+        others_note = (
+            f"; {len(bad_indices) - 1} more prompts do not fit" if len(bad_indices) > 1 else ""
+        )
         raise PromptError(
-            f"prompt {bad[0]} has {len(rows[bad[0]])} tokens; the model accepts 1 to "
-            f"{most}{config.context_limit}{others}",
-            bad,
+            f"prompt {bad_indices[0]} has {len(rows[bad_indices[0]])} tokens; the model "
+            "accepts 1 to "
+            f"{max_length}{config.context_limit}{others_note}",
+            bad_indices,
         )
 
 
@@ -270,9 +275,9 @@ class Encoder:
             )
         if request.place is not None and request.place < 0:
             raise UserError(f"place must be at least 0, not {request.place}")
-        config, made = self._config, token_ids(request.continued)
+        config, earlier_ids = self._config, token_ids(request.continued)
         ids = self._ids(request) if ids is None else ids
-        for token in [*ids, *made]:
+        for token in [*ids, *earlier_ids]:
             if not 0 <= token < config.vocab_size:
                 raise UserError(
                     f"token id {token} is outside the vocabulary of {config.vocab_size} tokens"
@@ -284,16 +289,16 @@ class Encoder:
             )
         check_params(request.sampling_params, config, self._grammars)
         params = self._resolve(request.sampling_params, len(ids))
-        room = min(params.most_tokens, config.max_positions - len(ids)) - len(made)
+        room = min(params.most_tokens, config.max_positions - len(ids)) - len(earlier_ids)
         encoded = EncodedRequest(
             index=index,
-            prompt_ids=(*ids, *made),
+            prompt_ids=(*ids, *earlier_ids),
             params=params,
             max_tokens=room,
             id=str(request.id),
             prompt=request.prompt,
             shared=shared_tokens(ids, self._prefix(request.prefix)) if self._shares else (),
-            continued=len(made),
+            continued=len(earlier_ids),
             place=request.place,
         )
         return divided(encoded, config.short_positions)

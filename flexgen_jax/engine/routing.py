@@ -43,30 +43,32 @@ class MeasuredRouting:
 
     def _rates(self, counts: Counts) -> ExpertRates:
         telling = {
-            layer: chosen.tolist()
-            for layer, chosen in counts.items()
-            if chosen.sum() >= TELLING * chosen.size
+            layer: layer_counts.tolist()
+            for layer, layer_counts in counts.items()
+            if layer_counts.sum() >= TELLING * layer_counts.size
         }
-        kinds = {(self._experts[layer].count, self._experts[layer].top) for layer in telling}
-        if len(kinds) != 1:
+        sizes = {(self._experts[layer].count, self._experts[layer].top) for layer in telling}
+        if len(sizes) != 1:
             return ExpertRates()
-        return ExpertRates.measured(telling, top=kinds.pop()[1])
+        return ExpertRates.measured(telling, top=sizes.pop()[1])
 
     def _read(self) -> Counts:
         """Returns the counts of earlier runs."""
-        kept = read_cached(self._memory) or {}
-        return {int(layer): np.array(chosen, np.int64) for layer, chosen in kept.items()}
+        cached = read_cached(self._memory) or {}
+        return {
+            int(layer): np.array(layer_counts, np.int64) for layer, layer_counts in cached.items()
+        }
 
     def observe(self, counts: Mapping[int, np.ndarray]) -> None:
         """Stores a run's counts, by layer index."""
         if not counts:
             return
-        kept = self._read()
-        for layer, chosen in counts.items():
-            before = kept.get(layer, np.zeros_like(chosen))
+        stored_counts = self._read()
+        for layer, layer_counts in counts.items():
+            before = stored_counts.get(layer, np.zeros_like(layer_counts))
             excess = before.sum() / (KEPT * before.size)
-            kept[layer] = (before // max(1.0, excess)).astype(np.int64) + chosen
-        write_cached(self._memory, {str(layer): x.tolist() for layer, x in kept.items()})
+            stored_counts[layer] = (before // max(1.0, excess)).astype(np.int64) + layer_counts
+        write_cached(self._memory, {str(layer): x.tolist() for layer, x in stored_counts.items()})
 
 
 def measured_routing(

@@ -114,24 +114,24 @@ class SamplingParams:
         if self.json_schema is not None:
             object.__setattr__(self, "json_schema", schema_text(self.json_schema))
             if self.min_tokens or self.ignore_eos or self.stop:
-                others = "min_tokens, ignore_eos or stop"
+                conflicting = "min_tokens, ignore_eos or stop"
                 raise ValueError(
                     "json_schema determines the end of a completion and cannot be combined with "
-                    f"{others}"
+                    f"{conflicting}"
                 )
-        for name, (least, most) in WHOLE.items():
+        for name, (least, maximum) in WHOLE.items():
             if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), least, most)
+                _check_integer(name, getattr(self, name), least, maximum)
         if (self.min_tokens or 0) > self.most_tokens and self.max_tokens is not None:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
-        for name, (low, high) in LIMITS.items():
+        for name, (minimum, upper) in LIMITS.items():
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and low <= value <= high):
-                raise ValueError(f"{name} must be from {low:g} to {high:g}, not {value!r}")
+            if value is not None and not (_is_number(value) and minimum <= value <= upper):
+                raise ValueError(f"{name} must be from {minimum:g} to {upper:g}, not {value!r}")
         if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
         if not all(isinstance(text, str) and text for text in self.stop):
@@ -226,8 +226,8 @@ class SamplingParams:
         wishes["min_tokens"] = max(defaults.min_tokens, defaults.min_length - prompt_len)
         if self.json_schema is not None or self.ignore_eos:
             wishes["min_tokens"] = 0
-        given = {name: getattr(self, name) for name in wishes}
-        resolved = {name: wishes[name] if x is None else x for name, x in given.items()}
+        values = {name: getattr(self, name) for name in wishes}
+        resolved = {name: wishes[name] if x is None else x for name, x in values.items()}
         resolved["min_tokens"] = min(resolved["min_tokens"], resolved["max_tokens"])
         stop = self.stop or (() if self.json_schema is not None else defaults.stop)
         return replace(self, **resolved, stop=stop)
@@ -299,12 +299,12 @@ def _normalized(params: SamplingParams) -> dict[str, Any]:
         checked[name] = default if checked[name] is None else checked[name]
     stop = checked["stop"]
     checked["stop"] = (stop,) if isinstance(stop, str) else _listed("stop", stop)
-    given = checked["logit_bias"]
-    pairs = given.items() if isinstance(given, Mapping) else _listed("logit_bias", given)
+    biases = checked["logit_bias"]
+    pairs = biases.items() if isinstance(biases, Mapping) else _listed("logit_bias", biases)
     try:
         checked["logit_bias"] = tuple(sorted((_python(i), _python(bias)) for i, bias in pairs))
     except (TypeError, ValueError):
-        raise ValueError(f"logit_bias must map token ids to numbers, not {given!r}") from None
+        raise ValueError(f"logit_bias must map token ids to numbers, not {biases!r}") from None
     for name in ID_LISTS:
         ids = [checked[name]] if isinstance(checked[name], int) else checked[name]
         checked[name] = None if ids is None else _listed(name, ids)
@@ -368,8 +368,10 @@ def sampling_arrays(
 def adjusting_arrays(rows: Sequence[Mapping[int, tuple[float, float]]]) -> tuple[np.ndarray, ...]:
     """Returns the arguments of `layers.sampling.adjust` but for the logits, from each row's
     `SamplingParams.adjustments`."""
-    most = max(LEAST_ADJUSTED, *(1 << (len(row) - 1).bit_length() if row else 0 for row in rows), 0)
-    ids = np.full((len(rows), most), np.iinfo(np.int32).max, np.int32)  # of no vocabulary
+    width = max(
+        LEAST_ADJUSTED, *(1 << (len(row) - 1).bit_length() if row else 0 for row in rows), 0
+    )
+    ids = np.full((len(rows), width), np.iinfo(np.int32).max, np.int32)  # of no vocabulary
     factor, added = np.ones(ids.shape, np.float32), np.zeros(ids.shape, np.float32)
     for number, row in enumerate(rows):
         for column, (token, (times, plus)) in enumerate(row.items()):

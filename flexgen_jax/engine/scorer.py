@@ -78,27 +78,28 @@ class Scorer:
         rows, lengths = [], []
         for context, continuation in zip(contexts, continuations, strict=True):
             row, count = self._pair(cast("Text", context), cast("Text", continuation))
-            most = self._model.config.max_positions + (not through_cache)
+            max_length = self._model.config.max_positions + (not through_cache)
             if len(row) == count:
                 raise UserError(
                     "a context has no tokens; start it with the model's beginning token"
                 )
-            if not 1 <= count < most:
+            if not 1 <= count < max_length:
                 raise UserError(
-                    f"a continuation has {count} tokens, but must have 1 to {most - 1} after a "
+                    f"a continuation has {count} tokens, but must have 1 to {max_length - 1} "
+                    "after a "
                     "context"
                 )
-            rows.append(row[-most:])
+            rows.append(row[-max_length:])
             lengths.append(count)
         if not rows:
             return []
         _, ids = self._prompts.scorable(None, rows)
-        most = self._model.config.max_positions if self._has_branches else 0
-        split = Split.of(ids, lengths, self._shares and not through_cache, most)
+        max_length = self._model.config.max_positions if self._has_branches else 0
+        split = Split.of(ids, lengths, self._shares and not through_cache, max_length)
         scores: list[PairScore | None] = [None] * len(ids)
         alone = [ids[number] for number in split.alone]
-        own = self.texts([None] * len(alone), alone, through_cache, split.prefix)
-        for number, score in zip(split.alone, own, strict=True):
+        own_scores = self.texts([None] * len(alone), alone, through_cache, split.prefix)
+        for number, score in zip(split.alone, own_scores, strict=True):
             tokens = ids[number][-lengths[number] :]
             scores[number] = PairScore.of(tokens, score.logprobs, score.greedy)
         for alike in split.branched.values():
@@ -115,8 +116,10 @@ class Scorer:
             start = 0
             for number, tokens in zip(context.numbers, context.continuations, strict=True):
                 stop = start + len(tokens)
-                part = slice(start, stop)
-                scores[number] = PairScore.of(tokens, score.logprobs[part], score.greedy[part])
+                columns = slice(start, stop)
+                scores[number] = PairScore.of(
+                    tokens, score.logprobs[columns], score.greedy[columns]
+                )
                 start = stop
 
     def _pair(self, context: Text, continuation: Text) -> tuple[list[int], int]:

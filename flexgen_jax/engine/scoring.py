@@ -80,20 +80,22 @@ class Scoring:
         for row, request in enumerate(requests):
             logprobs, greedy = (x[row] for x in result)
             forced = request.forced[token : token + 1]
-            wanted = forced or request.scored
-            if wanted:
-                kept = [n for n, x in enumerate(wanted, -len(wanted)) if x != NOTHING]
-                self._logprobs[request.index] += logprobs[kept].tolist()
-                self._greedy[request.index] += greedy[kept].tolist()
+            scored_tokens = forced or request.scored
+            if scored_tokens:
+                scored_positions = [
+                    n for n, x in enumerate(scored_tokens, -len(scored_tokens)) if x != NOTHING
+                ]
+                self._logprobs[request.index] += logprobs[scored_positions].tolist()
+                self._greedy[request.index] += greedy[scored_positions].tolist()
         return [row for row, r in enumerate(requests) if token + 1 < len(r.forced)]
 
     def restart(self) -> list[EncodedRequest]:
         """Returns the requests that are not finished, and drops what was collected for them."""
-        left = [r for r in self._requests if len(self._logprobs[r.index]) < _wanted(r)]
-        for request in left:
+        unfinished = [r for r in self._requests if len(self._logprobs[r.index]) < _wanted(r)]
+        for request in unfinished:
             self._logprobs.pop(request.index)
             self._greedy.pop(request.index, None)
-        return left
+        return unfinished
 
     def outputs(self, texts: Sequence[str | None]) -> list[ScoreOutput]:
         return [

@@ -126,9 +126,9 @@ class Serving:
 
     def expected(self, prompt_len: int, gen_len: int) -> Workload:
         """Returns a workload of texts that may be sampled, no longer than the model can take."""
-        most = self._config.max_positions
-        gen_len = min(gen_len, max(1, most // 2))
-        return Workload(min(prompt_len, max(1, most - gen_len)), gen_len, head=SAMPLE)
+        max_positions = self._config.max_positions
+        gen_len = min(gen_len, max(1, max_positions // 2))
+        return Workload(min(prompt_len, max(1, max_positions - gen_len)), gen_len, head=SAMPLE)
 
     def run_all(self, requests: Sequence[EncodedRequest], collector: Collector) -> None:
         """Runs requests that are all there."""
@@ -170,12 +170,14 @@ class Serving:
                 together = _planned_together(requests, is_first)
                 is_first = False
                 least = self._workload(together, collector)
-                wanted = [least] if workload is None else [least.covering(workload), least]
+                workloads = [least] if workload is None else [least.covering(workload), least]
                 if not incoming.is_ended:
                     if shares and self._runner.keeps_texts:
-                        wanted = list(map(_with_room_for_stored, wanted))
-                    wanted = [_as_many(each, max(len(requests), UNKNOWN)) for each in wanted]
-                workload, policy = self._first_that_fits(wanted)
+                        workloads = list(map(_with_room_for_stored, workloads))
+                    workloads = [
+                        _as_many(candidate, max(len(requests), UNKNOWN)) for candidate in workloads
+                    ]
+                workload, policy = self._first_that_fits(workloads)
                 allow(max(1, policy.batch_size * policy.num_batches // 2))
                 try:
                     self._runner.open(policy, workload)

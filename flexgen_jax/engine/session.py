@@ -257,13 +257,13 @@ class Session:
         spec, batches = self._device.spec, block_of(self._largest)
         tensors = [tensor for tensor in spec.tensors.values() if not tensor.is_small]
         weights = [self._formats.weight(tensor).nbytes for tensor in tensors]
-        kept, homes = list[int](), list[Tier]()
+        sizes, homes = list[int](), list[Tier]()
         for state in self._states():
             if state.layer.growing:
-                kept += [tokens * state.layer.row_size for tokens in state.running.lengths]
+                sizes += [tokens * state.layer.row_size for tokens in state.running.lengths]
                 homes += state.homes
             if state.layer.replaced:
-                kept.append(state.layer.state_size)
+                sizes.append(state.layer.state_size)
                 homes.append(state.replaced_home)
         hidden = [home for running in batches for home in running.hidden_homes]
         decoded = [
@@ -273,7 +273,7 @@ class Session:
         ]
         return {
             "weights": realised(weights, [self._tiers[tensor.key] for tensor in tensors]),
-            "cache": realised(kept, homes),
+            "cache": realised(sizes, homes),
             "activations": realised([1] * len(hidden), hidden),
             "activations_of_one_token": realised([1] * len(decoded), decoded),
         }

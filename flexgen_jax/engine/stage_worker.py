@@ -89,8 +89,8 @@ class StageSource(Slots):
         for number, shape, arrays in content["entering"]:
             self._batches[number] = read_batch(arrays)
             entering[number] = BatchShape(*shape)
-        for batch, more in content["more"]:
-            self._more[batch] = more
+        for batch, further_rows in content["more"]:
+            self._more[batch] = further_rows
         steps = tuple(Told(*step) for step in content["steps"])
         self.tell(Slot(content["number"], steps, entering, tuple(content["leaving"])))
 
@@ -139,16 +139,16 @@ class Worker:
     ) -> None:
         """leaving: set when the leader says that this stage may end."""
         self._wire, self._number, self._leaving = wire, number, leaving
-        asked = EngineOptions(**start["options"])
-        device, host, disk = asked.budgets
+        options = EngineOptions(**start["options"])
+        device, host, disk = options.budgets
         on_cpu = start_jax(host)
-        unified = on_cpu if asked.unified is None else asked.unified
-        model = asked.open_model()
+        unified = on_cpu if options.unified is None else options.unified
+        model = options.open_model()
         self._source, self._whole = model.source, model.config
         self._config: ModelConfig | None = None  # of the layers whose weights are placed
-        self._dtype = resolve_dtype(asked.dtype, self._whole, on_cpu)
+        self._dtype = resolve_dtype(options.dtype, self._whole, on_cpu)
         self._unified = unified
-        self._folder = Path(asked.offload_dir or cache_folder("offload")).expanduser()
+        self._folder = Path(options.offload_dir or cache_folder("offload")).expanduser()
         fingerprint = self._source.fingerprint(self._dtype)
         budgets = detect_budgets(device, host, disk, self._folder, fingerprint, unified)
         self._budgets = _shared(budgets, start["here"], device, host)
@@ -169,8 +169,8 @@ class Worker:
         """Serves requests until the connection ends."""
         threading.Thread(target=self._listen, name="flexgen-listen", daemon=True).start()
         while True:
-            kind, content = self._asked.get()
-            match kind:
+            message_kind, content = self._asked.get()
+            match message_kind:
                 case "check":
                     self._wire.send("checked", **self._checked(**content))
                 case "plan":
@@ -190,21 +190,21 @@ class Worker:
         """Receives messages; those about slots go where a run waits for them."""
         while True:
             try:
-                kind, content = self._wire.receive()
+                message_kind, content = self._wire.receive()
             except ClosedError:
                 os._exit(1)  # nobody is there to compute for
-            if kind == "close":  # then the connection may end before this process does
+            if message_kind == "close":  # then the connection may end before this process does
                 self._leaving.set()
-                self._asked.put((kind, content))
+                self._asked.put((message_kind, content))
                 return
-            if kind == "slot":
+            if message_kind == "slot":
                 assert self._slots is not None
                 self._slots.hear(content)
-            elif kind == "end":
+            elif message_kind == "end":
                 assert self._slots is not None
                 self._slots.end()
             else:
-                self._asked.put((kind, content))
+                self._asked.put((message_kind, content))
 
     def _part(self, layers: Sequence[Sequence[int]]) -> ModelConfig:
         """Returns this stage's part of the model. layers: from where to where, of each stage."""
@@ -218,11 +218,11 @@ class Worker:
         groups: int,
     ) -> dict[str, Any]:
         """Returns the misfit of a given policy with this stage's budgets, or its plan."""
-        given = Policy.from_json(policy)
-        problem = self._problem(layers, given, workload)
-        needed = problem.peak(given)
+        given_policy = Policy.from_json(policy)
+        problem = self._problem(layers, given_policy, workload)
+        needed = problem.peak(given_policy)
         missing = self._budgets.shortfalls(needed)
-        plan = None if missing else predicted(problem, given, groups, needed)
+        plan = None if missing else predicted(problem, given_policy, groups, needed)
         return {"missing": missing, "plan": _plan_content(plan)}
 
     def _planned(
@@ -269,18 +269,18 @@ class Worker:
         compiles: bool,
     ) -> None:
         """Brings the weights of this stage's layers to where its policy puts them."""
-        part = self._part(layers)
-        wanted, load = Policy.from_json(policies[self._number]), _workload(workload)
-        is_same = part == self._config
-        if self._session is not None and is_same and self._session.suits(wanted):
-            self._session.adopt(wanted, load)
+        layer_part = self._part(layers)
+        stage_policy, load = Policy.from_json(policies[self._number]), _workload(workload)
+        is_same = layer_part == self._config
+        if self._session is not None and is_same and self._session.suits(stage_policy):
+            self._session.adopt(stage_policy, load)
         else:
             if self._session is not None:
                 self._session.close()
-            self._config = part
+            self._config = layer_part
             self._session = Session(
-                setting=self._setting(part),
-                policy=wanted,
+                setting=self._setting(layer_part),
+                policy=stage_policy,
                 workload=load,
                 budgets=self._budgets,
                 offload_dir=self._folder,
@@ -306,8 +306,8 @@ class Worker:
         for _ in session.run(source, on_result, lambda: None, source):
             pass
         source.chain.close()
-        kind, content = self._asked.get()
-        if kind == "drop":
+        message_kind, content = self._asked.get()
+        if message_kind == "drop":
             self._wire.send("dropped")
             return
         prompts = PromptTokens(*content.pop("prompts"))
@@ -369,22 +369,22 @@ def _joined(address: tuple[str, int], stage: int, key: str) -> tuple[Wire, dict[
             break
         except OSError as error:
             if time.monotonic() > until:
-                where = f"{address[0]}:{address[1]}"
+                leader_address = f"{address[0]}:{address[1]}"
                 raise UserError(
-                    f"nothing is listening at {where}: {error}; start the leader first"
+                    f"nothing is listening at {leader_address}: {error}; start the leader first"
                 ) from None
             time.sleep(1)  # the leader may start later
     connected.settimeout(None)
     wire = Wire(connected)
     wire.send("hello", stage=stage, key=key)
     try:
-        kind, content = wire.receive()
+        message_kind, content = wire.receive()
     except ClosedError:
         raise UserError(
             f"the leader closed the connection to stage {stage}; check that it is running and "
             f"has the same {KEY}"
         ) from None
-    if kind == "refused":
+    if message_kind == "refused":
         raise UserError(content["why"])
     return wire, content
 
@@ -420,9 +420,9 @@ def work(address: tuple[str, int], stage: int, key: str) -> None:
 
 def _tell_error(wire: Wire, error: BaseException) -> None:
     is_known = isinstance(error, UserError | MemoryError | OSError)
-    said = str(error) if is_known else "".join(traceback.format_exception(error))
+    error_text = str(error) if is_known else "".join(traceback.format_exception(error))
     with suppress(ClosedError):
-        wire.send("error", message=said or type(error).__name__, is_known=is_known)
+        wire.send("error", message=error_text or type(error).__name__, is_known=is_known)
 
 
 def _beat(wire: Wire, leaving: threading.Event) -> None:

@@ -101,8 +101,8 @@ class Stages:
         """Returns the policy of all stages; each stage has its own placement if it was searched;
         raises `BudgetError` if none fits."""
         if workload not in self._known:
-            made = self._searched if self.is_auto else self._as_given
-            self._known[workload] = made(workload, self.given)
+            make_policy = self._searched if self.is_auto else self._as_given
+            self._known[workload] = make_policy(workload, self.given)
         self._plan = self._known[workload]
         rows, batches, groups = self._plan.shape
         return replace(self.given, batch_size=rows, num_batches=batches * groups)
@@ -127,12 +127,14 @@ class Stages:
                 groups=groups,
             )
             answers = self._members.answers("checked")
-            parts = [plan for answer in answers if (plan := read_plan(answer["plan"])) is not None]
-            if len(parts) == len(layers):
-                plans.append(chain_plan(problem, parts, layers, shape, hidden, self._link))
+            stage_plans = [
+                plan for answer in answers if (plan := read_plan(answer["plan"])) is not None
+            ]
+            if len(stage_plans) == len(layers):
+                plans.append(chain_plan(problem, stage_plans, layers, shape, hidden, self._link))
             missing += [
-                f"{stage_name(number, part)}: the plan does not fit: {answer['missing'][0]}"
-                for number, (part, answer) in enumerate(zip(layers, answers, strict=True))
+                f"{stage_name(number, layer_range)}: the plan does not fit: {answer['missing'][0]}"
+                for number, (layer_range, answer) in enumerate(zip(layers, answers, strict=True))
                 if answer["missing"]
             ]
         best = fastest(plans, self._placed)
@@ -251,8 +253,8 @@ class Stages:
     def _plan_of_group(self, shape: Shape, workload: Workload) -> BlockPlan:
         """Returns the plan of the whole model for one group."""
         assert self.policy is not None, "it is open"
-        one = replace(self.policy, num_batches=shape.batches)
-        return BlockPlan(self._setting, one, BlockShape.of(one, workload))
+        group_policy = replace(self.policy, num_batches=shape.batches)
+        return BlockPlan(self._setting, group_policy, BlockShape.of(group_policy, workload))
 
     def back_off(self, error: Exception) -> None:
         raise error  # each stage has limits of its own
@@ -267,8 +269,16 @@ class Stages:
 def worker_options(options: EngineOptions) -> dict[str, Any]:
     """Returns the options for stages."""
     arguments = options.arguments
-    own = ("policy", "stages", "coordinator", "progress", "trace", "hardware", "breakdown")
-    for name in own:
+    leader_options = (
+        "policy",
+        "stages",
+        "coordinator",
+        "progress",
+        "trace",
+        "hardware",
+        "breakdown",
+    )
+    for name in leader_options:
         del arguments[name]
     for name in ("model", "offload_dir"):
         arguments[name] = None if arguments[name] is None else str(arguments[name])
@@ -294,4 +304,4 @@ def _joined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _added(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    return {name: sum(part[name] for part in parts) for name in parts[0]}
+    return {name: sum(stage_report[name] for stage_report in parts) for name in parts[0]}

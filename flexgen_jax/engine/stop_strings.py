@@ -55,20 +55,20 @@ class Texts:
         assert self._tokenizer is not None, "there is a text"
         if len(self._ends) >= MAX_STOP_LISTS:
             self._ends.clear()
-        known = self._ends.setdefault(tuple(stops), {})
-        if token not in known:
+        cached_answers = self._ends.setdefault(tuple(stops), {})
+        if token not in cached_answers:
             piece = self._tokenizer.piece(token)
-            known[token] = any(may_end(stop.encode(), piece) for stop in stops)
-        return known[token]
+            cached_answers[token] = any(may_end(stop.encode(), piece) for stop in stops)
+        return cached_answers[token]
 
     def _latest(self, ids: Sequence[int], size: int) -> Sequence[int]:
         """Returns the last tokens that have `size` bytes of the text or more, and some before."""
         assert self._tokenizer is not None, "there is a text"
-        left = size + EXTRA
-        for at in range(len(ids) - 1, -1, -1):
-            left -= ids[at] not in self._tokenizer.special_ids
-            if not left:
-                return ids[at:]
+        remaining = size + EXTRA
+        for index in range(len(ids) - 1, -1, -1):
+            remaining -= ids[index] not in self._tokenizer.special_ids
+            if not remaining:
+                return ids[index:]
         return ids
 
     def decode(self, request: EncodedRequest, ids: Sequence[int]) -> str:

@@ -79,22 +79,24 @@ class WarmUp:
         """A layer's programs for prompts: for whole ones or first chunks, and for later chunks."""
         for token in (token for token in running.tokens if token <= 0):
             start, tokens = running.span(token)
-            asked = 1 if running.only_last(layer.index) else tokens
-            made = running.prompt_blocks(token)
-            cuts = running.lengths[made.start : made.stop]
+            num_queries = 1 if running.only_last(layer.index) else tokens
+            prompt_blocks = running.prompt_blocks(token)
+            cuts = running.lengths[prompt_blocks.start : prompt_blocks.stop]
             if not layer.attends:
-                earlier = running.lengths[: made.start]
+                earlier = running.lengths[: prompt_blocks.start]
                 state = running.layers[layer.index - 1]
-                self._mix(state, token, tokens, asked, earlier, tail=0, cuts=cuts)
+                self._mix(state, token, tokens, num_queries, earlier, tail=0, cuts=cuts)
             elif start or running.shared:
-                self._chunk(running, layer, tokens, asked, running.lengths[: made.start])
+                self._chunk(
+                    running, layer, tokens, num_queries, running.lengths[: prompt_blocks.start]
+                )
             else:
                 only_last = running.only_last(layer.index)
                 self._get(
                     programs.prefill, layer, rows=running.rows, cuts=cuts, only_last=only_last
                 )
             if not self._plan.only_caches(token, layer.index):
-                self._experts(layer, running.rows, asked)
+                self._experts(layer, running.rows, num_queries)
 
     def _mix(
         self,
@@ -156,7 +158,7 @@ class WarmUp:
         sealed."""
         running, layer = state.running, state.layer
         rows, tail = running.rows, running.lengths[sealed]
-        here, there = state.places(sealed)
+        on_device, on_host = state.places(sealed)
         if self._plan.formats.cache_bits < 16 and layer.growing:
             self._programs.get(programs.seal, layer=layer, rows=rows, tail=tail)
         self._experts(layer, rows, tokens, is_prompt=False)
@@ -166,11 +168,11 @@ class WarmUp:
                 token=1,
                 tokens=tokens,
                 asked=tokens,
-                blocks=here.lengths,
-                tail=here.tail,
+                blocks=on_device.lengths,
+                tail=on_device.tail,
                 has_guesses=tokens > 1,
             )
-        elif there.starts or running.shared:
+        elif on_host.starts or running.shared:
             self._split(state, sealed, tokens)
         else:
             appends = state.appends(sealed)
@@ -179,17 +181,17 @@ class WarmUp:
                 programs.decode,
                 layer,
                 rows=rows,
-                blocks=here.lengths,
-                tail=here.tail,
+                blocks=on_device.lengths,
+                tail=on_device.tail,
                 room=self._room(running, sealed),
                 appends=appends,
                 tokens=tokens,
             )
             if appends:
                 return
-        if here.tail and not self._plan.unified and layer.growing:
+        if on_device.tail and not self._plan.unified and layer.growing:
             self._programs.get(
-                programs.append, layer=layer, rows=rows, tail=here.tail, tokens=tokens
+                programs.append, layer=layer, rows=rows, tail=on_device.tail, tokens=tokens
             )
 
     def _joined(self, state: LayerState, sealed: int) -> None:
@@ -197,13 +199,13 @@ class WarmUp:
         layers = self._joined_layers.get(state.layer.index)
         if layers is None or state.running.shared:
             return
-        here, _ = state.places(sealed)
+        on_device, _ = state.places(sealed)
         self._of_layers.get(
             programs.decode_joined,
             layers=tuple(self._spec.alike[layer] for layer in layers),
             rows=state.running.rows,
-            blocks=here.lengths,
-            tail=here.tail,
+            blocks=on_device.lengths,
+            tail=on_device.tail,
         )
 
     def _room(self, running: Running, sealed: int) -> int:
@@ -214,8 +216,8 @@ class WarmUp:
     def _split(self, state: LayerState, sealed: int, tokens: int) -> None:
         """Attention in several places: on the device, on the host, and to a prefix."""
         running, layer, rows = state.running, state.layer, state.running.rows
-        here, there = state.places(sealed)
-        places = bool(here.starts) + bool(there.starts) + bool(running.shared)
+        on_device, on_host = state.places(sealed)
+        places = bool(on_device.starts) + bool(on_host.starts) + bool(running.shared)
         self._get(programs.project, layer, rows=rows, tokens=tokens)
         self._get(programs.finish, layer, rows=rows, places=places, tokens=tokens)
         self._to_prefixes(running, layer, asked=tokens, is_first=True)
@@ -226,13 +228,13 @@ class WarmUp:
                 kind, layer=layer, rows=rows, blocks=at.lengths, tail=at.tail, **more
             )
 
-        if here.starts and not room:
-            to_blocks(programs.attend, here, tokens=tokens)
-        elif here.starts:
-            to_blocks(programs.rank_tokens, here, room=room)
-            to_blocks(programs.attend_ranked, here, room=room)
-        if room and there.starts and not self._plan.policy.attends_on_host:
-            to_blocks(programs.rank_tokens, there, room=room)
+        if on_device.starts and not room:
+            to_blocks(programs.attend, on_device, tokens=tokens)
+        elif on_device.starts:
+            to_blocks(programs.rank_tokens, on_device, room=room)
+            to_blocks(programs.attend_ranked, on_device, room=room)
+        if room and on_host.starts and not self._plan.policy.attends_on_host:
+            to_blocks(programs.rank_tokens, on_host, room=room)
 
     def _experts(self, layer: LayerSpec, rows: int, tokens: int, is_prompt: bool = True) -> None:
         """A layer's expert programs for `tokens` tokens per row."""

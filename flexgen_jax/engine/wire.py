@@ -43,10 +43,10 @@ class Wire:
         plain = _without_arrays(content, arrays)
         about = [[array.dtype.name, array.shape] for array in arrays]
         text = json.dumps([kind, plain, about]).encode()
-        parts = [LENGTH.pack(len(text)), text, *(array.tobytes() for array in arrays)]
+        pieces = [LENGTH.pack(len(text)), text, *(array.tobytes() for array in arrays)]
         try:
             with self._sending:
-                self._socket.sendall(b"".join(parts))
+                self._socket.sendall(b"".join(pieces))
         except OSError as error:
             raise ClosedError(str(error)) from None
 
@@ -58,7 +58,7 @@ class Wire:
         (length,) = LENGTH.unpack(self._read(LENGTH.size))
         if length > most:
             raise ClosedError(f"received an invalid message of {length} bytes")
-        kind, plain, about = json.loads(self._read(length))
+        message_kind, plain, about = json.loads(self._read(length))
         if sum(prod(shape) * numpy_dtype(name).itemsize for name, shape in about) > most:
             raise ClosedError("received a message with invalid arrays")
         arrays = []
@@ -66,19 +66,19 @@ class Wire:
             dtype = numpy_dtype(name)
             content_bytes = self._read(prod(shape) * dtype.itemsize)
             arrays.append(np.frombuffer(content_bytes, dtype).reshape(shape))
-        return kind, _with_arrays(plain, arrays)
+        return message_kind, _with_arrays(plain, arrays)
 
     def _read(self, length: int) -> bytearray:
         received = bytearray(length)
-        view, at = memoryview(received), 0
-        while at < length:
+        view, offset = memoryview(received), 0
+        while offset < length:
             try:
-                count = self._socket.recv_into(view[at:])
+                count = self._socket.recv_into(view[offset:])
             except OSError as error:
                 raise ClosedError(str(error)) from None
             if not count:
                 raise ClosedError("the connection was closed")
-            at += count
+            offset += count
         return received
 
     def close(self) -> None:
@@ -90,9 +90,9 @@ def _without_arrays(value: Any, arrays: list[np.ndarray]) -> Any:
         arrays.append(value)
         return {"array": len(arrays) - 1}
     if isinstance(value, dict):
-        return {key: _without_arrays(one, arrays) for key, one in value.items()}
+        return {key: _without_arrays(entry, arrays) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_arrays(one, arrays) for one in value]
+        return [_without_arrays(entry, arrays) for entry in value]
     return value
 
 
@@ -100,7 +100,7 @@ def _with_arrays(value: Any, arrays: list[np.ndarray]) -> Any:
     if isinstance(value, dict):
         if value.keys() == {"array"}:
             return arrays[value["array"]]
-        return {key: _with_arrays(one, arrays) for key, one in value.items()}
+        return {key: _with_arrays(entry, arrays) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_with_arrays(one, arrays) for one in value]
+        return [_with_arrays(entry, arrays) for entry in value]
     return value

@@ -89,9 +89,9 @@ class Batch:
         """How many tokens before each row's prompt need not be computed. A padding row, which has
         one token, counts like the previous row."""
         padding: list[int] = []
-        most = np.full(self.size, 2) if self.most is None else self.most
+        max_lengths = np.full(self.size, 2) if self.most is None else self.most
         ends = 1 + (0 if self.branches is None else self.branches.total)
-        for first, tokens in zip(self.first_valid.tolist(), most.tolist(), strict=True):
+        for first, tokens in zip(self.first_valid.tolist(), max_lengths.tolist(), strict=True):
             is_padding = tokens == 1 and padding
             padding.append(padding[-1] if is_padding else min(first, self.prompt_len - ends))
         return padding
@@ -247,5 +247,5 @@ def prompt_ids(running: Running, row: int) -> list[int]:
     """Returns the token ids of a row's prompt, prefixes included."""
     prefixes = running.prefixes_of(row)
     before = prompt_ids(prefixes[-1], 0) if prefixes else []
-    given = arrays_of(running).given
-    return [*before, *given.ids[row, given.first_valid[row] :].tolist()]
+    batch = arrays_of(running).given
+    return [*before, *batch.ids[row, batch.first_valid[row] :].tolist()]

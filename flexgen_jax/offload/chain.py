@@ -40,10 +40,10 @@ class StageRing:
 
     def __init__(self) -> None:
         self.stage, self.stages = jax.process_index(), jax.process_count()
-        own = {device.process_index: device for device in reversed(jax.devices())}
-        mesh = Mesh(np.array([own[n] for n in range(self.stages)]), (AXIS,))
+        device_of_process = {device.process_index: device for device in reversed(jax.devices())}
+        mesh = Mesh(np.array([device_of_process[n] for n in range(self.stages)]), (AXIS,))
         self.sharding = NamedSharding(mesh, PartitionSpec(AXIS))
-        self.device = own[self.stage]
+        self.device = device_of_process[self.stage]
 
     def shifted(self, own: jax.Array) -> jax.Array:
         """Shifts each stage's array, [1, length], to the stage after it; returns the previous
@@ -60,11 +60,11 @@ def measured_link() -> tuple[float, float]:
     that; all stages measure at once."""
     ring, best = StageRing(), []
     for length in PROBES:
-        own = _zeros(length, "float32", ring.device)
+        sent_array = _zeros(length, "float32", ring.device)
         seconds = []
         for _ in range(TIMES):
             started = time.perf_counter()
-            ring.shifted(own).block_until_ready()
+            ring.shifted(sent_array).block_until_ready()
             seconds.append(time.perf_counter() - started)
         best.append(sorted(seconds)[TIMES // 2])
     nbytes = 4 * (PROBES[1] - PROBES[0])
@@ -161,8 +161,8 @@ class Chain:
             return _zeros(length, self._dtype, self._ring.device)
         with self._changed:
             self._changed.wait_for(lambda: len(self._leaving.get(number, ())) == len(steps))
-            made = self._leaving.pop(number)
-        packed: jax.Array = _packed([made[step.batch] for step in steps], length)
+            leaving = self._leaving.pop(number)
+        packed: jax.Array = _packed([leaving[step.batch] for step in steps], length)
         return packed
 
 

@@ -56,10 +56,10 @@ class Computing:
 
     def compute(self, step: Step, inputs: Inputs) -> Computed:
         """Dispatches a step."""
-        own = len(inputs.weights) - len(step.batch.shared_parts(step.layer))
-        shared: list[LayerCache] = [load.arriving for load in inputs.weights[own:]]
+        num_own_inputs = len(inputs.weights) - len(step.batch.shared_parts(step.layer))
+        shared: list[LayerCache] = [load.arriving for load in inputs.weights[num_own_inputs:]]
         weights: dict[str, Any] = {}
-        for load in inputs.weights[:own]:
+        for load in inputs.weights[:num_own_inputs]:
             weights.update(load.arriving)
         layer = self._layers[step.layer]
         if layer.kind == "embedding":
@@ -116,8 +116,8 @@ class Computing:
 
     def _cuts(self, step: Step) -> tuple[int, ...]:
         """Returns the token counts of the KV blocks that a prompt's step makes."""
-        made = step.batch.prompt_blocks(step.token)
-        return step.batch.lengths[made.start : made.stop]
+        prompt_blocks = step.batch.prompt_blocks(step.token)
+        return step.batch.lengths[prompt_blocks.start : prompt_blocks.stop]
 
     def _prefill_chunk(
         self, step: Step, weights: Any, inputs: Inputs, shared: Sequence[LayerCache]
@@ -126,20 +126,26 @@ class Computing:
         that all chunks use the same programs."""
         span, arrays = step.batch.span(step.token), arrays_of(step.batch)
         hidden, numbers = hidden_of(inputs), self._device.memories.numbers
-        asked = 1 if step.batch.only_last(step.layer) else span.tokens
-        project = self._dispatch.get(programs.project_chunk, step, tokens=span.tokens, asked=asked)
+        num_queries = 1 if step.batch.only_last(step.layer) else span.tokens
+        project = self._dispatch.get(
+            programs.project_chunk, step, tokens=span.tokens, asked=num_queries
+        )
         query, partial, block = project(weights, hidden, numbers(span.start), arrays.placed)
-        first = span.start + span.tokens - asked
+        first = span.start + span.tokens - num_queries
         if inputs.cache is not None:
             cache: LayerCache = inputs.cache.arriving
             for start, length, earlier in zip(
                 cache.here.starts, cache.here.lengths, cache.blocks, strict=True
             ):
-                attend = self._dispatch.get(programs.attend_chunk, step, asked=asked, tokens=length)
-                where = (numbers(start), numbers(first), arrays.placed)
-                partial = attend(partial, query, earlier, *where)
+                attend = self._dispatch.get(
+                    programs.attend_chunk, step, asked=num_queries, tokens=length
+                )
+                position_arguments = (numbers(start), numbers(first), arrays.placed)
+                partial = attend(partial, query, earlier, *position_arguments)
         partial = self._dispatch.to_prefixes(step, query, first, shared, partial)
-        finish = self._dispatch.get(programs.finish_chunk, step, tokens=span.tokens, asked=asked)
+        finish = self._dispatch.get(
+            programs.finish_chunk, step, tokens=span.tokens, asked=num_queries
+        )
         hidden, checks = finish(weights, hidden, arrays.checks, partial)
         return Computed(checks, hidden, (block,))
 
@@ -161,8 +167,10 @@ class Computing:
             donates=state_of(step).may_overwrite(step.token),
             has_guesses=has_guesses,
         )
-        known = (self._device.memories.numbers(step.batch.passes.cached),) if has_guesses else ()
-        hidden, new, replaced, checks = program(
+        cached_argument = (
+            (self._device.memories.numbers(step.batch.passes.cached),) if has_guesses else ()
+        )
+        hidden, new_arrays, replaced, checks = program(
             weights,
             hidden_of(inputs),
             () if cache is None else cache.blocks,
@@ -170,11 +178,11 @@ class Computing:
             self._device.memories.numbers(span.start),
             arrays.checks,
             arrays.placed,
-            *known,
+            *cached_argument,
         )
         if not is_prompt and cache is not None:
-            self._dispatch.ask_for(step, new)
-        return Computed(checks, hidden, new, replaced=replaced)
+            self._dispatch.ask_for(step, new_arrays)
+        return Computed(checks, hidden, new_arrays, replaced=replaced)
 
     def _first_state(self, step: Step, state: Sequence[Any]) -> tuple[jax.Array, ...]:
         """Return the layer's initial recurrent state: the shared prefix's final state, or zeros."""
@@ -184,6 +192,6 @@ class Computing:
             for leaf in state
         )
         for prefix, start, stop in step.batch.shared:  # a row's last one counts
-            left = prefix.layers[step.layer - 1].slot.payload.arrays
-            first = tuple(x.at[start:stop].set(y) for x, y in zip(first, left, strict=True))
+            prefix_state = prefix.layers[step.layer - 1].slot.payload.arrays
+            first = tuple(x.at[start:stop].set(y) for x, y in zip(first, prefix_state, strict=True))
         return first

@@ -47,10 +47,10 @@ class Dispatch:
     def watch(self, step: Step, loads: Sequence[Load[Any]], result: Any, part: str = "") -> None:
         """Counts the device as busy from the arrival of its inputs until its result."""
         if self.device.metrics.is_timed:
-            what = f"{self._layers[step.layer].name}{part}"
-            what += f", token {step.token}, batch {step.batch.number}"
+            label = f"{self._layers[step.layer].name}{part}"
+            label += f", token {step.token}, batch {step.batch.number}"
             arrivals = [load.arrival for load in loads if load.arrival is not None]
-            self.device.watch("layers", what, arrivals, result)
+            self.device.watch("layers", label, arrivals, result)
 
     def to_prefixes(
         self,
@@ -65,24 +65,30 @@ class Dispatch:
 
         start: the index of the query's first token; caches: those of `Running.prefixes`.
         """
-        rows, _, asked, _ = query.shape
+        rows, _, num_queries, _ = query.shape
         numbers = self.device.memories.numbers
         of_prefix = dict(zip(step.batch.prefixes, caches, strict=True))
         for prefix, begin, end in step.batch.shared:
-            cache, given = of_prefix[prefix], arrays_of(prefix).given
+            cache, prefix_batch = of_prefix[prefix], arrays_of(prefix).given
             sharing = sharing_rows(end - begin, rows)
             attend = self.device.programs.get(
                 programs.attend_prefix,
                 layer=self._layers[step.layer],
                 rows=rows,
-                asked=asked,
+                asked=num_queries,
                 sharing=sharing,
                 blocks=cache.here.lengths,
                 is_first=partial is None,
             )
-            padding = int(given.first_valid[0])
-            at = (min(begin, rows - sharing), begin, end, given.tokens_before(0), padding)
-            placed = (numbers(at), numbers(start), arrays_of(step.batch).placed)
+            padding = int(prefix_batch.first_valid[0])
+            positions = (
+                min(begin, rows - sharing),
+                begin,
+                end,
+                prefix_batch.tokens_before(0),
+                padding,
+            )
+            placed = (numbers(positions), numbers(start), arrays_of(step.batch).placed)
             partial = attend(partial, query, cache.blocks, *placed)
         return partial
 

@@ -44,19 +44,19 @@ class EndSteps:
 
     def embed(self, step: Step, weights: Any) -> Computed:
         arrays, span = arrays_of(step.batch), step.batch.span(step.token)
-        given, memories = arrays.given, self._device.memories
+        batch, memories = arrays.given, self._device.memories
         if not span.start:
             self._put_constants(step.batch)
-            arrays.segments = self._plan.segments(step.batch.shape, given.padding)
+            arrays.segments = self._plan.segments(step.batch.shape, batch.padding)
         if self._plan.config.has_embedding:
             program = self._device.programs.get(
-                programs.embed, rows=given.size, tokens=span.tokens, branches=given.branches
+                programs.embed, rows=batch.size, tokens=span.tokens, branches=batch.branches
             )
             start = memories.numbers(span.start)
             hidden, checks = program(weights, self._ids_of(step), start, arrays.placed)
         else:
             assert self._neighbours is not None, "another stage has the embedding"
-            hidden = self._neighbours.receive(step, given.size, span.tokens)
+            hidden = self._neighbours.receive(step, batch.size, span.tokens)
             checks = memories.numbers((1, 0))
         if 0 < step.token + 1 < step.batch.shape.gen_len:
             # Uploaded a token ahead, because it would have to wait behind weights.
@@ -72,17 +72,17 @@ class EndSteps:
                 return self._neighbours.ids(step)
             if arrays.texts is not None:
                 return arrays.texts.pass_ids
-            chosen: jax.Array = arrays.ids
-            return chosen
+            token_ids: jax.Array = arrays.ids
+            return token_ids
         start, tokens = step.batch.span(step.token)
         return arrays.given.ids[:, start : start + tokens]
 
     def _put_constants(self, running: Running) -> None:
         constant, arrays = self._device.memories.constant, arrays_of(running)
-        given = arrays.given
-        rows = Rows.of(given.first_valid, given.prompt_len, given.before, given.most)
+        batch = arrays.given
+        rows = Rows.of(batch.first_valid, batch.prompt_len, batch.before, batch.most)
         arrays.rows = jax.tree.map(constant, rows)
-        arrays.sampling = tuple(map(constant, given.sampling))
+        arrays.sampling = tuple(map(constant, batch.sampling))
         if arrays.texts is not None:
             arrays.texts.draws = tuple(map(constant, arrays.texts.of_pass()))
 
@@ -97,18 +97,18 @@ class EndSteps:
 
     def _next(self, running: Running, token: int) -> Moment:
         """Returns the place of the token after a token, which all layers share."""
-        given, memories = arrays_of(running).given, self._device.memories
-        if given.sampling:
+        batch, memories = arrays_of(running).given, self._device.memories
+        if batch.sampling:
             memories.numbers(token + 1)  # for `head`
         position = running.span(token + 1).start
-        where = (memories.numbers(position), arrays_of(running).placed)
+        position_arguments = (memories.numbers(position), arrays_of(running).placed)
         if not self._plan.policy.is_sparse:
-            return Moment(position, given.first_valid, where)
+            return Moment(position, batch.first_valid, position_arguments)
         attending = [layer.attention for layer in self._plan.spec.decoders if layer.attends]
         windows = {attention.window: attention for attention in attending}
-        counts = {w: self._counts(given, position, a) for w, a in windows.items()}
-        there = {window: memories.constant(count) for window, count in counts.items()}
-        return Moment(position, given.first_valid, where, counts, there)
+        counts = {w: self._counts(batch, position, a) for w, a in windows.items()}
+        first_seen = {window: memories.constant(count) for window, count in counts.items()}
+        return Moment(position, batch.first_valid, position_arguments, counts, first_seen)
 
     def _counts(self, given: Batch, position: int, attention: AttentionSpec) -> np.ndarray:
         """Returns how many earlier tokens each sequence attends to, int32 [batch]."""
@@ -121,9 +121,9 @@ class EndSteps:
             assert self._neighbours is not None, "another stage has the head"
             self._neighbours.send(step, hidden)
             return Computed(arrays.checks)
-        given, arguments = arrays.given, (weights, hidden, arrays.checks)
-        if given.targets is not None or given.forced is not None:
-            result, checks = self._score(step, given, arguments)
+        batch, arguments = arrays.given, (weights, hidden, arrays.checks)
+        if batch.targets is not None or batch.forced is not None:
+            result, checks = self._score(step, batch, arguments)
         else:
             result, checks = self._choose(step, arrays, arguments)
         for array in jax.tree.leaves((result, checks)):
@@ -150,7 +150,7 @@ class EndSteps:
         self, step: Step, arrays: BatchArrays, arguments: tuple[Any, ...]
     ) -> tuple[Any, Any]:
         """Chooses the next tokens."""
-        sampling, given = arrays.sampling, arrays.given
+        sampling, batch = arrays.sampling, arrays.given
         texts = arrays.texts if step.token > 0 else None
         place = step.token
         # By now all of the batch's tokens before this one are known here.
@@ -159,8 +159,8 @@ class EndSteps:
             allowed = self._source.allowed(step.batch)
         else:
             if sampling:
-                each = texts.draws if texts.computed > 1 else sampling[:-1]
-                sampling, place = (*each, self._device.memories.constant(texts.places)), 0
+                draw_arguments = texts.draws if texts.computed > 1 else sampling[:-1]
+                sampling, place = (*draw_arguments, self._device.memories.constant(texts.places)), 0
             adjusted = tuple(map(texts.spread, self._source.adjusted(step.batch, texts.guesses)))
             allowed = self._source.allowed(step.batch, texts.guesses)
             allowed = None if allowed is None else texts.spread(allowed)
@@ -169,16 +169,16 @@ class EndSteps:
         choice = Choice(
             not sampling,
             adjusted[0].shape[1] if adjusted else 0,
-            given.logprobs,
+            batch.logprobs,
             allowed is not None,
         )
         masks = () if allowed is None else (allowed,)
         tokens = 1 if texts is None else texts.computed
         program = self._device.programs.get(
-            programs.head, rows=given.size, choice=choice, tokens=tokens
+            programs.head, rows=batch.size, choice=choice, tokens=tokens
         )
         result, checks = program(*arguments, *sampling, *adjusted, *masks)
-        arrays.ids = result if given.logprobs is None else result[0]
+        arrays.ids = result if batch.logprobs is None else result[0]
         return result, checks
 
     def check(self, step: Step, computed: Computed) -> None:

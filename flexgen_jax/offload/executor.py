@@ -115,10 +115,10 @@ class BlockRun:
             yield from loop.steps()
             self.guessed = loop.guessed
         finally:
-            with ExitStack() as parts:
+            with ExitStack() as stack:
                 if self._folder is not None:
-                    parts.callback(self._folder.clear_scratch)
-                parts.callback(self._computing.close)
+                    stack.callback(self._folder.clear_scratch)
+                stack.callback(self._computing.close)
 
     def _loop(self) -> BlockLoop:
         if self._neighbours is not None:
@@ -245,22 +245,22 @@ class BlockRun:
         if step.layer <= self._plan.spec.last_decoder or not self._plan.config.has_head:
             return None
         result = jax.tree.map(np.asarray, computed.result)
-        left = self._results.hand_on(step, result)
-        return None if left is None else len(left)
+        unfinished_rows = self._results.hand_on(step, result)
+        return None if unfinished_rows is None else len(unfinished_rows)
 
     def shrink(self, step: Step, rows: int) -> None:
         arrays = arrays_of(step.batch)
-        left = arrays.left
-        others = (row for row in range(arrays.given.size) if row not in left)
-        chosen = [*left, *islice(others, rows - len(left))]
-        self._source.keep(step.batch, chosen)
+        unfinished_rows = arrays.left
+        finished_rows = (row for row in range(arrays.given.size) if row not in unfinished_rows)
+        kept_rows = [*unfinished_rows, *islice(finished_rows, rows - len(unfinished_rows))]
+        self._source.keep(step.batch, kept_rows)
         arrays.given = self._source.given(step.batch)
-        arrays.taken = np.array(chosen, np.int32)
+        arrays.taken = np.array(kept_rows, np.int32)
         if arrays.texts is not None:
-            arrays.texts.shrink(chosen)
+            arrays.texts.shrink(kept_rows)
         if self._keeper is not None:
-            self._keeper.shrink(step.batch, chosen, len(left))
-        arrays.left = range(len(left))
+            self._keeper.shrink(step.batch, kept_rows, len(unfinished_rows))
+        arrays.left = range(len(unfinished_rows))
         self._computing.ends.shrink(step)
 
     def shrink_state(

@@ -46,20 +46,22 @@ class ExpertSteps:
         rows, tokens, _ = hidden.shape
         route = self._programs.get(programs.route, layer=layer, rows=rows, tokens=tokens)
         *routed, out = route(weights, hidden)
-        asked = set(experts)
+        chosen_experts = set(experts)
         if chosen is not None:
             guessed = self._guess(step, hidden) if chosen.guesses else set()
-            asked = self._asked(layer, np.asarray(routed[1]))
-            for load in chosen.load(asked, guessed):
-                for number, own in of_experts(layer, load.arriving)[1].items():
-                    experts.setdefault(number, {}).update(own)
+            chosen_experts = self._asked(layer, np.asarray(routed[1]))
+            for load in chosen.load(chosen_experts, guessed):
+                for number, expert_weights in of_experts(layer, load.arriving)[1].items():
+                    experts.setdefault(number, {}).update(expert_weights)
         expert = self._programs.get(programs.expert, layer=layer, tokens=rows * tokens)
-        for number in sorted(asked):
+        for number in sorted(chosen_experts):
             out = expert(experts[number], *routed, self._device.memories.numbers(number), out)
         program, shape = programs.ending(layer, rows, tokens)
         combine = self._programs.get(program, **shape)
-        given = (hidden, computed.checks, out)
-        ended = combine(weights, *given) if "layer" in shape else combine(*given)
+        expert_arguments = (hidden, computed.checks, out)
+        ended = (
+            combine(weights, *expert_arguments) if "layer" in shape else combine(*expert_arguments)
+        )
         computed.hidden, computed.checks = ended
 
     def _asked(self, layer: LayerSpec, choices: np.ndarray) -> set[int]:
@@ -82,12 +84,12 @@ class ExpertSteps:
 def of_experts(layer: LayerSpec, weights: Mapping[str, Any]) -> tuple[Weights, dict[int, Weights]]:
     """Divides a layer's tensors, by path, into those of the layer and those of each expert, by path
     within it."""
-    others: Weights = {}
+    shared_weights: Weights = {}
     experts: dict[int, Weights] = {}
     if layer.experts is None:
         return dict(weights), experts
-    for path, kept in weights.items():
+    for path, tensor_array in weights.items():
         tensor = layer.by_path[path]
-        own = others if tensor.expert is None else experts.setdefault(tensor.expert, {})
-        own[tensor.own_path] = kept
-    return others, experts
+        target = shared_weights if tensor.expert is None else experts.setdefault(tensor.expert, {})
+        target[tensor.own_path] = tensor_array
+    return shared_weights, experts

@@ -71,9 +71,13 @@ class JoinedSteps:
         running, arrays = step.batch, arrays_of(step.batch)
         states = [running.layers[layer - 1] for layer in layers]
         blocks = [self._cache.resident(state) for state in states]
-        here, _ = states[0].places(states[0].sealed)
+        device_places, _ = states[0].places(states[0].sealed)
         program = self._dispatch.get_joined(
-            programs.decode_joined, step, layers, blocks=here.lengths, tail=here.tail
+            programs.decode_joined,
+            step,
+            layers,
+            blocks=device_places.lengths,
+            tail=device_places.tail,
         )
         computed: tuple[jax.Array, list[Block], jax.Array] = program(
             [self._weights.resident(self._spec.layers[layer]) for layer in layers],

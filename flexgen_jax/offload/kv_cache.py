@@ -193,7 +193,7 @@ class KVCache:
         files = arrays_of(running).files
         if (rows, number) not in files:
             assert self._folder is not None, "the policy puts KV blocks on disk"
-            largest = max(other.sizes[number].sealed for other in running.growing)
+            largest = max(other_state.sizes[number].sealed for other_state in running.growing)
             name = f"kv-{running.number}-{number}-{rows}"
             files[rows, number] = Records.create(self._folder, name, len(running.layers), largest)
         return files[rows, number]
@@ -217,7 +217,7 @@ class KVCache:
         origin, arrived = load.tree, load.arriving
         blocks = zip(origin.blocks, arrived.blocks, strict=True)
         on_host = iter(origin.on_host)
-        here: list[Block] = []
+        on_device: list[Block] = []
         there: list[HostBlock] = []
         for number in range(len(origin.blocks) + len(origin.on_host)):
             if state.stays_on_host(number):
@@ -225,11 +225,11 @@ class KVCache:
                 there.append(HostBlock(start, self._shrunk(state, number, block, rows)))
             else:
                 arrays, copied = next(blocks)
-                kept = self._shrunk(state, number, arrays, rows)
+                shrunk = self._shrunk(state, number, arrays, rows)
                 is_copy = self._memories.on_host(jax.tree.leaves(arrays)[0])
-                here.append(take_block(copied, rows) if is_copy else kept)
+                on_device.append(take_block(copied, rows) if is_copy else shrunk)
         keys = tuple(take_block(key, rows) for key in arrived.keys)
-        load.put(replace(arrived, blocks=tuple(here), keys=keys, on_host=tuple(there)))
+        load.put(replace(arrived, blocks=tuple(on_device), keys=keys, on_host=tuple(there)))
         state.payload.rows = len(rows)
         if state is state.running.growing[-1]:
             self._remove_files(state.running, except_of=len(rows))
@@ -256,23 +256,23 @@ class KVCache:
         if not self._is_read:
             self._is_read = True
             self._spare.clear()
-        state, left, reads = part.state, iter(buffers), list[Any]()
-        here: list[Block] = []
-        there: list[HostBlock] = []
+        state, free_buffers, reads = part.state, iter(buffers), list[Any]()
+        on_device: list[Block] = []
+        on_host: list[HostBlock] = []
         start = 0
         lengths = state.running.lengths[: part.sealed + (not part.is_prompt)]
         with ended_on_error(reads):
             for number, length in enumerate(lengths):
                 block = state.payload.blocks.get(number)
                 if block is None:
-                    buffer, rows = next(left), state.payload.rows
+                    buffer, rows = next(free_buffers), state.payload.rows
                     records = self._records(state, number)
                     reads.append(records.read_into(state.index, buffer.views))
                     block = BlockArrays(self._assembled(state, number, buffer, rows))
                 if state.stays_on_host(number) and not part.is_prompt:
-                    there.append(HostBlock(start, block.arrays))
+                    on_host.append(HostBlock(start, block.arrays))
                 else:
-                    here.append(block.arrays)
+                    on_device.append(block.arrays)
                 start += length
         keys_stay = self._plan.policy.attends_on_host
         places = state.places(part.sealed)
@@ -280,9 +280,9 @@ class KVCache:
             starts = (0, *accumulate(lengths))[:-1]
             places = (BlocksAt(lengths, 0, starts), BlocksAt((), 0, ()))
         cache = LayerCache(
-            blocks=tuple(here),
-            keys=() if keys_stay else tuple(block[0] for _, block in there),
-            on_host=tuple(there),
+            blocks=tuple(on_device),
+            keys=() if keys_stay else tuple(block[0] for _, block in on_host),
+            on_host=tuple(on_host),
             here=places[0],
             there=places[1],
             sealed=part.sealed,
@@ -330,8 +330,8 @@ def take_block(block: Any, rows: np.ndarray) -> Any:
     def take(kept: Kept) -> Kept:
         leaves = take_rows_of(jax.tree.leaves(kept), rows)
         if not isinstance(kept, QuantizedArray):
-            taken: jax.Array = leaves[0]
-            return taken
+            kept_rows: jax.Array = leaves[0]
+            return kept_rows
         shape = (len(rows), *kept.shape[1:])
         return QuantizedArray(replace(kept.storage, shape=shape), tuple(leaves))
 

@@ -37,9 +37,13 @@ def piece_layout(spec: ModelSpec, formats: Formats) -> PieceLayout:
         replaced = [x for leaf in layer.replaced for x in formats.plain(leaf, 1).leaves]
         # For one row, and one token of growing arrays: [1, ..., 1, element].
         growing = [(*leaf.shape[1:-2], leaf.shape[-1]) for leaf in sealed]
-        kept = [KeptArray(s, numpy_dtype(x.kind)) for s, x in zip(growing, sealed, strict=True)]
-        kept += [KeptArray(x.shape[1:], numpy_dtype(x.kind), grows=False) for x in replaced]
-        layers.append(tuple(kept))
+        growing_arrays = [
+            KeptArray(s, numpy_dtype(x.kind)) for s, x in zip(growing, sealed, strict=True)
+        ]
+        growing_arrays += [
+            KeptArray(x.shape[1:], numpy_dtype(x.kind), grows=False) for x in replaced
+        ]
+        layers.append(tuple(growing_arrays))
     return PieceLayout(tuple(layers))
 
 
@@ -78,15 +82,22 @@ class KVKeeper:
 
     def enter(self, running: Running) -> None:
         """Admits a generating batch, or a prefix."""
-        given = arrays_of(running).given
+        batch = arrays_of(running).given
         if running.is_prefix and not running.is_stored:
-            kept = [part for x in running.layers for part in (x.homes, x.layer.replaced) if part]
-            self._missing[running] = len(kept)
+            state_parts = [
+                state_part
+                for x in running.layers
+                for state_part in (x.homes, x.layer.replaced)
+                if state_part
+            ]
+            self._missing[running] = len(state_parts)
             running.closing.callback(self._missing.pop, running)
-        if running.is_prefix or given.head == SCORE or given.most is None:
+        if running.is_prefix or batch.head == SCORE or batch.most is None:
             return
         # A row that fills up a batch has one token.
-        self._texts[running] = BatchTexts({row for row, most in enumerate(given.most) if most > 1})
+        self._texts[running] = BatchTexts(
+            {row for row, max_length in enumerate(batch.most) if max_length > 1}
+        )
         running.closing.callback(self._texts.pop, running)
 
     def took(self, running: Running, ids: np.ndarray, left: Sequence[int]) -> None:
@@ -98,8 +109,8 @@ class KVKeeper:
         finished = texts.left.difference(left)
         texts.left.intersection_update(left)
         for row in sorted(finished):
-            made = (int(each[row, 0]) for each in texts.made)
-            self._keep(running, row, [token for token in made if token >= 0])
+            new_ids = (int(step_ids[row, 0]) for step_ids in texts.made)
+            self._keep(running, row, [token for token in new_ids if token >= 0])
         texts.made.append(ids)
 
     def shrink(self, running: Running, rows: Sequence[int], left: int) -> None:
@@ -133,14 +144,14 @@ class KVKeeper:
     def _stored_layer(self, state: LayerState) -> StoredLayer:
         """Returns the stored arrays of a layer: of the latest layer, or of the next layer."""
         if self._layer is None or self._layer.state is not state:
-            given, layers = arrays_of(state.running).given, state.running.layers
-            assert given.stored is not None, "it is stored"
+            batch, layers = arrays_of(state.running).given, state.running.layers
+            assert batch.stored is not None, "it is stored"
             if state is layers[0]:
-                self._reading = given.stored.read()
-            padding = int(given.first_valid[0])
+                self._reading = batch.stored.read()
+            padding = int(batch.first_valid[0])
             self._layer = stored_layer(state, self._plan, next(self._reading), padding)
             if state is layers[-1]:
-                given.stored.close()
+                batch.stored.close()
         return self._layer
 
     def _keep(self, running: Running, row: int, made: Sequence[int]) -> None:
@@ -184,17 +195,17 @@ class KVKeeper:
         self, running: Running, row: int, layer: int, start: int, stop: int
     ) -> list[np.ndarray]:
         """Returns a layer's cached arrays for a range of a row's sequence, including prefixes."""
-        given = arrays_of(running).given
-        before, padding = given.tokens_before(row), int(given.first_valid[row])
-        parts = []
+        batch = arrays_of(running).given
+        before, padding = batch.tokens_before(row), int(batch.first_valid[row])
+        pieces = []
         if start < before:
             prefix = running.prefixes_of(row)[-1]
-            parts.append(self._tokens_of(prefix, 0, layer, start, min(stop, before)))
+            pieces.append(self._tokens_of(prefix, 0, layer, start, min(stop, before)))
         if stop > before:
             columns = [max(start - before, 0) + padding, stop - before + padding]
             state = running.layers[layer]
-            parts.append(_columns_of_row(self._cache, state, row, *columns))
-        return [np.concatenate(leaf) for leaf in zip(*parts, strict=True)]
+            pieces.append(_columns_of_row(self._cache, state, row, *columns))
+        return [np.concatenate(leaf) for leaf in zip(*pieces, strict=True)]
 
     def _state_of_row(self, state: LayerState, row: int) -> list[np.ndarray]:
         """Returns what a layer replaces with every token, of a row. Waits for the disk."""
@@ -209,15 +220,15 @@ def _columns_of_row(
 ) -> list[np.ndarray]:
     """Returns a layer's cached arrays of a row's columns `start` to `stop` (all cached): each
     stored leaf, [token, ...]. Waits for the disk."""
-    parts: list[list[np.ndarray]] = []
+    columns: list[list[np.ndarray]] = []
     begin = 0
     for number, length in enumerate(state.running.lengths):
         first, last = max(start - begin, 0), min(stop - begin, length)
         if first < last:
             leaves = _leaves_of_row(cache, state, row, number)
-            parts.append([np.moveaxis(leaf[..., first:last, :], -2, 0) for leaf in leaves])
+            columns.append([np.moveaxis(leaf[..., first:last, :], -2, 0) for leaf in leaves])
         begin += length
-    return [np.concatenate(leaf) for leaf in zip(*parts, strict=True)]
+    return [np.concatenate(leaf) for leaf in zip(*columns, strict=True)]
 
 
 def _leaves_of_row(cache: KVCache, state: LayerState, row: int, number: int) -> list[np.ndarray]:

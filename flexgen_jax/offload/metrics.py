@@ -121,8 +121,8 @@ class Metrics:
 
     def _counters(self, operation: Operation) -> tuple[_Busy, _Busy, _Busy]:
         key = (operation.phase, operation.resource, operation.content)
-        whole, part = self._whole[operation.resource], self._parts[key]
-        return whole, part, self._any[operation.phase]
+        whole, part_counter = self._whole[operation.resource], self._parts[key]
+        return whole, part_counter, self._any[operation.phase]
 
     def enter(self, phase: Phase) -> None:
         """Assigns operations that begin from now on to this phase."""

@@ -57,18 +57,19 @@ class ReplacedStore:
 
     def write(self, part: ReplacedPart) -> Write:
         """Starts writing a slot to disk; its memory is free after the write."""
-        slot, kept = part.slot, part.slot.payload
-        arrays = kept.arrays
+        slot, payload = part.slot, part.slot.payload
+        arrays = payload.arrays
         shapes = tuple(array.shape for array in arrays)
-        if shapes not in kept.files:
-            kept.files[shapes] = [self._file(part, n, array) for n, array in enumerate(arrays)]
-        kept.latest = kept.files[shapes]
+        if shapes not in payload.files:
+            payload.files[shapes] = [self._file(part, n, array) for n, array in enumerate(arrays)]
+        payload.latest = payload.files[shapes]
         futures = [
-            file.write(np.asarray(array)) for file, array in zip(kept.latest, arrays, strict=True)
+            file.write(np.asarray(array))
+            for file, array in zip(payload.latest, arrays, strict=True)
         ]
         metrics, nbytes = self._memories.metrics, sum(array.nbytes for array in arrays)
         counted(metrics, "disk_write", slot.content, _name(slot), nbytes, futures)
-        write = kept.write = Write(_name(slot), futures, lambda: _forget(kept))
+        write = payload.write = Write(_name(slot), futures, lambda: _forget(payload))
         return write
 
     def _file(self, part: ReplacedPart, number: int, array: jax.Array) -> DiskArray:
@@ -82,12 +83,12 @@ class ReplacedStore:
 
     def fetch(self, part: ReplacedPart, buffers: Sequence[HostBuffer]) -> Load[Arrays]:
         """Starts loading a slot, from disk if a buffer is available."""
-        slot, kept = part.slot, part.slot.payload
+        slot, payload = part.slot, part.slot.payload
         if not buffers:
-            return Load(slot.content, _name(slot), kept.arrays)
+            return Load(slot.content, _name(slot), payload.arrays)
         (buffer,) = buffers
         load = Load(slot.content, _name(slot), tuple(buffer.arrays))
-        for file, view in zip(kept.latest, buffer.views, strict=True):
+        for file, view in zip(payload.latest, buffer.views, strict=True):
             load.reads.append(file.read_into(view, is_urgent=True))
         metrics, nbytes = self._memories.metrics, sum(array.nbytes for array in buffer.arrays)
         counted(metrics, "disk_read", slot.content, load.what, nbytes, load.reads)
@@ -103,10 +104,10 @@ class ReplacedStore:
 
     def _empty(self, slot: ReplacedSlot) -> None:
         """Frees a slot, in memory and on disk; waits for the end of its write."""
-        kept, slot.payload = slot.payload, None
-        if kept.write is not None:
-            kept.write.end()
-        for file in (file for files in kept.files.values() for file in files):
+        payload, slot.payload = slot.payload, None
+        if payload.write is not None:
+            payload.write.end()
+        for file in (file for files in payload.files.values() for file in files):
             assert self._folder is not None, "there are files"
             self._folder.remove(file)
 
@@ -116,5 +117,5 @@ def _forget(kept: SlotArrays) -> None:
 
 
 def _name(slot: ReplacedSlot) -> str:
-    what = "activations" if slot.content == "activations" else "state"
-    return f"{what} of batch {slot.running.number}"
+    content_name = "activations" if slot.content == "activations" else "state"
+    return f"{content_name} of batch {slot.running.number}"

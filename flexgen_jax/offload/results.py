@@ -30,43 +30,51 @@ class Results:
         if arrays is None:
             return self._told(step, result)
         texts = arrays.texts
-        left = self._told(step, result) if texts is None else self._accept(step, texts, result)
-        if left is not None:
-            arrays.left = left
-        return left
+        unfinished_rows = (
+            self._told(step, result) if texts is None else self._accept(step, texts, result)
+        )
+        if unfinished_rows is not None:
+            arrays.left = unfinished_rows
+        return unfinished_rows
 
     def _told(self, step: Step, result: Any) -> Sequence[int] | None:
         """Passes on the head's result for one token per row; returns the rows that need more."""
-        left = self._on_result(step, result)
-        if self._keeper is not None and left is not None and step.batch.payload is not None:
-            self._keeper.took(step.batch, _ids_of(result), left)
-        return left
+        unfinished_rows = self._on_result(step, result)
+        if (
+            self._keeper is not None
+            and unfinished_rows is not None
+            and step.batch.payload is not None
+        ):
+            self._keeper.took(step.batch, _ids_of(result), unfinished_rows)
+        return unfinished_rows
 
     def _accept(self, step: Step, texts: DraftedTexts, result: Any) -> Sequence[int] | None:
         """Passes on the accepted tokens of a pass: first tokens of all rows, then second tokens,
         and so on."""
-        chosen = _ids_of(result).reshape(len(texts.rows), -1)
+        chosen_ids = _ids_of(result).reshape(len(texts.rows), -1)
         places, cached = [range(1)] * len(texts.rows), 0
         if step.token <= 0:
             for row, text in enumerate(texts.rows):
                 text.ids = prompt_ids(step.batch, row)  # prefixes are complete by now
         else:
-            places, cached = texts.found(chosen), step.batch.passes.cached
-        left: Sequence[int] | None = range(len(texts.rows))
+            places, cached = texts.found(chosen_ids), step.batch.passes.cached
+        unfinished_rows: Sequence[int] | None = range(len(texts.rows))
         for number in range(max(map(len, places))):
-            rows = [row for row in left or () if number < len(places[row])]
+            rows = [row for row in unfinished_rows or () if number < len(places[row])]
             if not rows:
                 break
-            at = np.zeros(len(texts.rows), int)
-            at[rows] = [row * chosen.shape[1] + places[row][number] for row in rows]
-            those = jax.tree.map(lambda x: x[at], result)  # noqa: B023
-            taken = _ids_of(those)
-            taken[[row for row in range(len(at)) if row not in rows]] = -1
-            left = self._told(step, those)
+            positions = np.zeros(len(texts.rows), int)
+            positions[rows] = [row * chosen_ids.shape[1] + places[row][number] for row in rows]
+            those = jax.tree.map(lambda x: x[positions], result)  # noqa: B023
+            accepted_ids = _ids_of(those)
+            accepted_ids[[row for row in range(len(positions)) if row not in rows]] = -1
+            unfinished_rows = self._told(step, those)
             for row in rows:
-                texts.rows[row].take(int(taken[row, 0]))
-        texts.end_pass(cached, range(len(texts.rows)) if left is None else left)
-        return left
+                texts.rows[row].take(int(accepted_ids[row, 0]))
+        texts.end_pass(
+            cached, range(len(texts.rows)) if unfinished_rows is None else unfinished_rows
+        )
+        return unfinished_rows
 
 
 def _ids_of(result: Any) -> np.ndarray:

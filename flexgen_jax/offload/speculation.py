@@ -119,10 +119,10 @@ class Pace:
         rate = self.acceptance.rate
         if rate is None or not self.guessing or not self.plain:
             return 0 if self._passes % PROBE == 0 else self.most
-        each = min(self.guess_s, default=0.0)
+        guess_seconds = min(self.guess_s, default=0.0)
         speeds = {
             count: DraftRates(accepted=rate).tokens_a_pass(count)
-            / (min(self.guessing) + count * each)
+            / (min(self.guessing) + count * guess_seconds)
             for count in range(1, self.most + 1)
         }
         best = max(speeds, key=lambda count: (speeds[count], -count))
@@ -231,9 +231,9 @@ class DraftedTexts:
         guess_s = self.pace.acceptance.guess_s - guessed_s
         seconds = self.pace.guessing if self.computed > 1 else self.pace.plain
         seconds.append(now - began - guess_s)
-        most = max((len(text.guesses) for text in self.rows), default=0)
-        if most:
-            self.pace.guess_s.append(guess_s / most)
+        max_guesses = max((len(text.guesses) for text in self.rows), default=0)
+        if max_guesses:
+            self.pace.guess_s.append(guess_s / max_guesses)
 
     @property
     def pass_ids(self) -> np.ndarray:
@@ -242,8 +242,8 @@ class DraftedTexts:
         ids = np.zeros((len(self.rows), self.computed), np.int32)
         for row, text in zip(ids, self.rows, strict=True):
             if not text.is_done:
-                known = [*text.ids[len(text.ids) - text.known :], *text.guesses]
-                row[: len(known)], row[len(known) :] = known, known[-1]
+                pass_tokens = [*text.ids[len(text.ids) - text.known :], *text.guesses]
+                row[: len(pass_tokens)], row[len(pass_tokens) :] = pass_tokens, pass_tokens[-1]
         return ids
 
     def of_pass(self) -> list[np.ndarray]:
@@ -256,8 +256,8 @@ class DraftedTexts:
         """The numbers of the tokens that are chosen after those of the pass, among all of each
         text, int32 [batch x token]."""
         first = np.array([text.first_place for text in self.rows], np.int32) + self.sampling[-1]
-        each = first[:, None] + np.arange(self.computed, dtype=np.int32)
-        numbers: np.ndarray = each.reshape(-1)
+        positions = first[:, None] + np.arange(self.computed, dtype=np.int32)
+        numbers: np.ndarray = positions.reshape(-1)
         return numbers
 
     def spread(self, rows: np.ndarray) -> np.ndarray:

@@ -74,14 +74,22 @@ def attend_split(
 
     meanwhile: called when the device has its work and before the CPU's begins.
     """
-    device, at, attention = question.device, question.at, question.layer.attention
-    where = (cache.on_host, at.position, at.first_seen(attention.window), attention)
-    if at.counts is None:
-        here = [question.attend(cache.blocks, cache.here)] if cache.blocks else []
+    device, moment, attention = question.device, question.at, question.layer.attention
+    host_arguments = (
+        cache.on_host,
+        moment.position,
+        moment.first_seen(attention.window),
+        attention,
+    )
+    if moment.counts is None:
+        partials = [question.attend(cache.blocks, cache.here)] if cache.blocks else []
         meanwhile()
         if not cache.on_host:
-            return here
-        return [device.on_host(device.host_attention.attend, question.query, *where), *here]
+            return partials
+        return [
+            device.on_host(device.host_attention.attend, question.query, *host_arguments),
+            *partials,
+        ]
     # Which tokens are attended to is known only when the scores of both places are.
     ranked = [
         question.rank(keys, place) if keys else None
@@ -91,17 +99,19 @@ def attend_split(
         )
     ]
     meanwhile()
-    known = [
-        _candidates(some, place) if some else None
-        for some, place in zip(ranked, (cache.here, cache.there), strict=True)
+    ranked_arguments = [
+        _candidates(ranked_part, place) if ranked_part else None
+        for ranked_part, place in zip(ranked, (cache.here, cache.there), strict=True)
     ]
     attend_top = device.host_attention.attend_top
-    counts = at.counts[attention.window]
-    there, left = device.on_host(attend_top, question.query, *where, counts, *known)
+    counts = moment.counts[attention.window]
+    host_partial, num_remaining = device.on_host(
+        attend_top, question.query, *host_arguments, counts, *ranked_arguments
+    )
     if ranked[0] is None:
-        return [there]
+        return [host_partial]
     values = tuple(sides(block)[1] for block in cache.blocks)
-    return [there, question.attend_ranked(values, cache.here, ranked[0], left)]
+    return [host_partial, question.attend_ranked(values, cache.here, ranked[0], num_remaining)]
 
 
 def _candidates(ranked: Ranked, at: BlocksAt) -> Candidates:

@@ -79,11 +79,11 @@ class TieredTensors:
         """Starts gathering some tensors, by the names that `keys` gives them; those on disk are
         read into the buffers, in their order."""
         load: Load[dict[Any, Kept]] = Load(self._content, what, {})
-        left = iter(buffers)
+        free_buffers = iter(buffers)
         with ended_on_error(load.reads):
             for name, key in keys.items():
                 if key in self._files:
-                    buffer = next(left)
+                    buffer = next(free_buffers)
                     self._read(key, buffer, load.reads)
                     load.tree[name] = assemble(self._storages[key], buffer.arrays)
                 else:
@@ -102,10 +102,10 @@ class TieredTensors:
 
     def used(self) -> dict[Tier, int]:
         """Returns the bytes of all tensors, by home."""
-        used = dict.fromkeys(TIERS, 0)
+        used_bytes = dict.fromkeys(TIERS, 0)
         for tier, nbytes in self._reserved.values():
-            used[tier] += nbytes
-        return used
+            used_bytes[tier] += nbytes
+        return used_bytes
 
     def drop(self, key: str) -> None:
         """Forgets a tensor; its files stay."""

@@ -101,10 +101,10 @@ class Memories:
     def _move(self, tree: T, link: Link, content: Content, what: str) -> T:
         to_device = link == "host_to_device"
         leaves, shape = jax.tree.flatten(tree)
-        chosen = [i for i, leaf in enumerate(leaves) if self.on_host(leaf) == to_device]
-        if chosen:
-            moved = self._put([leaves[i] for i in chosen], link, content, what)
-            for i, leaf in zip(chosen, moved, strict=True):
+        moved_indices = [i for i, leaf in enumerate(leaves) if self.on_host(leaf) == to_device]
+        if moved_indices:
+            moved = self._put([leaves[i] for i in moved_indices], link, content, what)
+            for i, leaf in zip(moved_indices, moved, strict=True):
                 leaves[i] = leaf
         result: T = jax.tree.unflatten(shape, leaves)
         return result

@@ -40,44 +40,46 @@ class TokenSteps:
     def decode(
         self, step: Step, weights: Any, inputs: Inputs, shared: Sequence[LayerCache]
     ) -> Computed:
-        known = self._joined.take(step, inputs)
-        if known is not None:
-            return known
+        joined_result = self._joined.take(step, inputs)
+        if joined_result is not None:
+            return joined_result
         cache: LayerCache = inputs.cache.arriving
         running, policy, room = step.batch, self._plan.policy, 0
         if policy.is_sparse:
             room = policy.attended(sum(running.lengths[: cache.sealed + 1]))
         if cache.on_host or shared:
             return self._decode_split(step, weights, inputs, room, shared)
-        state, here = running.layers[step.layer - 1], cache.here
+        state, device_cache = running.layers[step.layer - 1], cache.here
         appends, (*sealed, opened) = state.appends(cache.sealed), cache.blocks
         program = self._dispatch.get(
             programs.decode,
             step,
-            blocks=here.lengths,
-            tail=here.tail,
+            blocks=device_cache.lengths,
+            tail=device_cache.tail,
             room=room,
             appends=appends,
             tokens=step.batch.span(step.token).tokens,
         )
         arrays = arrays_of(running)
-        where = arrays.moments[step.token].arguments(self._layers[step.layer].attention.window)
-        hidden, new, checks = program(
-            weights, hidden_of(inputs), tuple(sealed), opened, arrays.checks, *where
+        position_arguments = arrays.moments[step.token].arguments(
+            self._layers[step.layer].attention.window
+        )
+        hidden, new_arrays, checks = program(
+            weights, hidden_of(inputs), tuple(sealed), opened, arrays.checks, *position_arguments
         )
         if not appends:
-            self._dispatch.ask_for(step, new)
-        return Computed(checks, hidden, new, is_appended=appends)
+            self._dispatch.ask_for(step, new_arrays)
+        return Computed(checks, hidden, new_arrays, is_appended=appends)
 
     def _decode_split(
         self, step: Step, weights: Any, inputs: Inputs, room: int, shared: Sequence[LayerCache]
     ) -> Computed:
         """Decodes with a cache that is partly on the host, where the CPU attends to it, or with
         prefixes."""
-        arrays, hidden, early = arrays_of(step.batch), hidden_of(inputs), inputs.early
+        arrays, hidden, early_query = arrays_of(step.batch), hidden_of(inputs), inputs.early
         cache: LayerCache = inputs.cache.arriving
-        query, new = self._project(step, weights, inputs.weights, hidden)
-        self._dispatch.ask_for(step, new)
+        query, new_arrays = self._project(step, weights, inputs.weights, hidden)
+        self._dispatch.ask_for(step, new_arrays)
         question = Question(
             device=self._device,
             layer=self._layers[step.layer],
@@ -88,13 +90,13 @@ class TokenSteps:
         start = step.batch.span(step.token).start
         to_prefixes = self._dispatch.to_prefixes(step, query, start, shared) if shared else None
         partials = attend_split(
-            question, cache, lambda: self._project_early(early, weights, inputs.weights)
+            question, cache, lambda: self._project_early(early_query, weights, inputs.weights)
         )
         partials += [] if to_prefixes is None else [to_prefixes]
         tokens = step.batch.span(step.token).tokens
         program = self._dispatch.get(programs.finish, step, places=len(partials), tokens=tokens)
-        hidden, checks = program(weights, hidden, arrays.checks, query, new, partials)
-        return Computed(checks, hidden, new)
+        hidden, checks = program(weights, hidden, arrays.checks, query, new_arrays, partials)
+        return Computed(checks, hidden, new_arrays)
 
     def _project(
         self, step: Step, weights: Any, loads: Sequence[Load[Any]], hidden: jax.Array
@@ -104,11 +106,11 @@ class TokenSteps:
         known, self._projected = self._projected, None
         if known is not None and known[0] == step:
             return known[1]
-        where = arrays_of(step.batch).moments[step.token].where
+        position_arguments = arrays_of(step.batch).moments[step.token].where
         projected: tuple[jax.Array, Block]
         tokens = step.batch.span(step.token).tokens
         project = self._dispatch.get(programs.project, step, tokens=tokens)
-        projected = project(weights, hidden, *where)
+        projected = project(weights, hidden, *position_arguments)
         self._device.memories.ask(projected[0], "attention", "queries")
         self._dispatch.watch(step, loads, projected[0], " (projection)")
         return projected

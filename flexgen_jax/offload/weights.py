@@ -142,21 +142,21 @@ class WeightStore:
         """Fills the leaves of a tensor that is grouped along its input, by rows."""
         storage = self._storage(tensor)
         for start, stop, piece in self._pieces(tensor):
-            parts = encode_rows(piece, replace(storage, shape=piece.shape))
-            for part, whole in zip(parts, leaves, strict=True):
-                whole[start:stop] = np.asarray(part)
+            arrays = encode_rows(piece, replace(storage, shape=piece.shape))
+            for array, whole in zip(arrays, leaves, strict=True):
+                whole[start:stop] = np.asarray(array)
 
     def _fill_published(self, tensor: TensorSpec, leaves: list[np.ndarray]) -> None:
         """Fills the leaves with those of the model's files."""
         storage = self._storage(tensor)
         multiple = storage.packing.rows or tensor.shape[0]
         for start, stop in row_ranges(tensor.shape, DTYPES[self._formats.dtype], multiple):
-            parts = self._source.read_packed(tensor, start, stop)
-            for leaf, part, whole in zip(storage.leaves, parts, leaves, strict=True):
+            arrays = self._source.read_packed(tensor, start, stop)
+            for leaf, array, whole in zip(storage.leaves, arrays, leaves, strict=True):
                 if leaf.rows:
-                    whole[start // leaf.rows : -(-stop // leaf.rows)] = part
+                    whole[start // leaf.rows : -(-stop // leaf.rows)] = array
                 else:
-                    whole[...] = part
+                    whole[...] = array
 
     def _fill_packed(self, tensor: TensorSpec, leaves: list[np.ndarray]) -> None:
         """Fills the leaves of a tensor that is grouped along its rows."""
@@ -164,14 +164,14 @@ class WeightStore:
         packed, scale, minimum = leaves
         length, group = storage.plane_length, storage.group_size
         for start, stop, piece in self._pieces(tensor, group):
-            part = replace(storage, shape=piece.shape)
-            codes, *values = (np.asarray(array) for array in encode(piece, part))
+            piece_storage = replace(storage, shape=piece.shape)
+            codes, *values = (np.asarray(array) for array in encode(piece, piece_storage))
             groups = slice(start // group, -(-stop // group))
             scale[groups], minimum[groups] = values
             for index in range(start // length, -(-stop // length)):  # usually one
-                low, high = max(start, index * length), min(stop, (index + 1) * length)
-                rows = codes[low - start : high - start] << (storage.bits * index)
-                packed[low - index * length : high - index * length] |= rows
+                begin, end = max(start, index * length), min(stop, (index + 1) * length)
+                rows = codes[begin - start : end - start] << (storage.bits * index)
+                packed[begin - index * length : end - index * length] |= rows
 
     def _place_on_disk(self, tensors: list[TensorSpec], progress: Progress) -> None:
         assert self._folder is not None, "the placement puts tensors on disk"
@@ -181,13 +181,13 @@ class WeightStore:
             for tensor in tensors:
                 self._tensors.reserve(tensor.key, self._storage(tensor), "disk")
                 stored = [stored_leaf(tensor.key, x) for x in self._storage(tensor).leaves]
-                missing = [not folder.has(*what) for what in stored]
+                missing = [not folder.has(*array_key) for array_key in stored]
                 if any(missing):
                     self._write(folder, tensor, stored, missing, written)
                 progress(self._storage(tensor).nbytes)
         for tensor in tensors:
             stored = [stored_leaf(tensor.key, leaf) for leaf in self._storage(tensor).leaves]
-            self._tensors.keep_files(tensor.key, [folder.open(*what) for what in stored])
+            self._tensors.keep_files(tensor.key, [folder.open(*array_key) for array_key in stored])
 
     def _write(
         self,
@@ -205,8 +205,8 @@ class WeightStore:
         written.make_room(self._storage(tensor).nbytes)
         leaves = [np.zeros(shape, dtype) for _, shape, dtype in stored]
         self._fill(tensor, leaves)
-        for what, leaf in compress(zip(stored, leaves, strict=True), missing):
-            written.add(what, leaf)
+        for array_key, leaf in compress(zip(stored, leaves, strict=True), missing):
+            written.add(array_key, leaf)
 
     def _pieces(
         self, tensor: TensorSpec, multiple: int = 1

@@ -156,8 +156,8 @@ def _fill(descriptor: int, views: list[np.ndarray], offset: int) -> int:
     """Reads from `offset` on into the views until they are full or the file ends; returns the bytes
     read."""
     done = 0
-    while left := _after(views, done):
-        count = os.preadv(descriptor, [view.data for view in left], offset + done)
+    while remaining := _after(views, done):
+        count = os.preadv(descriptor, [view.data for view in remaining], offset + done)
         done += count
         if count == 0 or done % PAGE:
             break
@@ -166,12 +166,12 @@ def _fill(descriptor: int, views: list[np.ndarray], offset: int) -> int:
 
 def _after(views: list[np.ndarray], count: int) -> list[np.ndarray]:
     """Returns the part of the views after their first `count` bytes."""
-    left = []
+    remaining = []
     for view in views:
         if count < view.size:
-            left.append(view[count:])
+            remaining.append(view[count:])
         count = max(0, count - view.size)
-    return left
+    return remaining
 
 
 def _spread(source: np.ndarray, views: list[np.ndarray]) -> None:

@@ -309,8 +309,8 @@ class WeightFolder:
         self, name: str, shape: tuple[int, ...], dtype: np.dtype, pieces: Iterator[np.ndarray]
     ) -> None:
         """Stores a tensor from consecutive ranges of its rows; visible once it is complete."""
-        folder, part = self.path / name, self.path / f"{name}.part"
-        array = self._array(part, shape, dtype, self._direct, create=True)
+        folder, partial = self.path / name, self.path / f"{name}.part"
+        array = self._array(partial, shape, dtype, self._direct, create=True)
         start, crc, pending = 0, 0, None
         try:
             for piece in pieces:
@@ -321,13 +321,13 @@ class WeightFolder:
                 start += piece.shape[0]
             if pending is not None:
                 pending.result()
-            done = self._owner(name) | {"bytes": _payload_bytes(part), "crc32": crc}
-            (part / "done.json").write_text(json.dumps(done))
-            os.rename(part, folder)
+            done = self._owner(name) | {"bytes": _payload_bytes(partial), "crc32": crc}
+            (partial / "done.json").write_text(json.dumps(done))
+            os.rename(partial, folder)
         except BaseException as error:
             if pending is not None:
                 pending.exception()  # wait, or it would go on writing into a removed folder
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
             if isinstance(error, OSError | ValueError) and not isinstance(error, UserError):
                 raise OffloadError(f"cannot write {folder}: {error}") from None
             raise

@@ -155,13 +155,15 @@ class StoredSequence:
                     read.exception()
 
     def _start(self, layer: int) -> tuple[list[np.ndarray], list[Future[None]]]:
-        kept, numbers = self.layout.layers[layer], self.layout.numbers(layer)
+        layer_arrays, numbers = self.layout.layers[layer], self.layout.numbers(layer)
         of_tokens = (self.tokens,)
-        arrays = [np.empty(of_tokens * each.grows + each.shape, each.dtype) for each in kept]
+        arrays = [
+            np.empty(of_tokens * entry.grows + entry.shape, entry.dtype) for entry in layer_arrays
+        ]
         reads: list[Future[None]] = []
-        for each, array, number in zip(kept, arrays, numbers, strict=True):
+        for entry, array, number in zip(layer_arrays, arrays, numbers, strict=True):
             outs = [array]
-            if each.grows:
+            if entry.grows:
                 outs = [array[start : start + TOKENS] for start in range(0, self.tokens, TOKENS)]
             pieces = self.pieces[-len(outs) :]
             for piece, out in zip(pieces, outs, strict=True):

@@ -205,13 +205,13 @@ class KVStore:
 
     def _finish(self, draft: Draft) -> None:
         try:
-            for part in draft.parts:
-                sums = struct.pack(f"<{len(part.sums)}I", *part.sums)
-                os.pwrite(part.file, self._start_of(part.key) + sums, 0)
+            for draft_piece in draft.parts:
+                sums = struct.pack(f"<{len(draft_piece.sums)}I", *draft_piece.sums)
+                os.pwrite(draft_piece.file, self._start_of(draft_piece.key) + sums, 0)
             with self._locked():  # who makes room must see each file once
                 while draft.parts:
-                    part = draft.parts[0]
-                    os.rename(part.path, self._path(part.key))
+                    draft_piece = draft.parts[0]
+                    os.rename(draft_piece.path, self._path(draft_piece.key))
                     os.close(draft.parts.pop(0).file)
                 _touch(draft.pieces)
         except OSError:  # such as a full disk: missing pieces are computed again
@@ -220,9 +220,9 @@ class KVStore:
     def drop(self, draft: Draft) -> None:
         """Removes a draft's files that were not committed."""
         while draft.parts:
-            part = draft.parts.pop()
-            part.path.unlink(missing_ok=True)
-            os.close(part.file)
+            draft_piece = draft.parts.pop()
+            draft_piece.path.unlink(missing_ok=True)
+            os.close(draft_piece.file)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -233,7 +233,7 @@ class KVStore:
     def _make_room(self, wanted: int) -> bool:
         """Removes files of dead processes, and the least recently used pieces of any model; returns
         whether there is room."""
-        used, pieces = 0, list[tuple[int, str, int]]()
+        used_bytes, pieces = 0, list[tuple[int, str, int]]()
         for path in self._files():
             with suppress(FileNotFoundError):
                 is_part = path.endswith(".part")
@@ -241,16 +241,16 @@ class KVStore:
                     os.unlink(path)
                     continue
                 status = os.stat(path)
-                used += status.st_size
+                used_bytes += status.st_size
                 pieces += [] if is_part else [(status.st_mtime_ns, path, status.st_size)]
         for _, path, nbytes in sorted(pieces):
-            if used + wanted <= self._cap:
+            if used_bytes + wanted <= self._cap:
                 break
             with suppress(FileNotFoundError):
                 os.unlink(path)
                 self.evicted += 1
-            used -= nbytes
-        return used + wanted <= self._cap
+            used_bytes -= nbytes
+        return used_bytes + wanted <= self._cap
 
     def _files(self) -> Iterator[str]:
         """Yields the paths of all pieces and parts, of any model."""
@@ -288,20 +288,24 @@ class Draft:
     @property
     def spans(self) -> list[tuple[int, int]]:
         """The tokens of each piece, from the first to before the last number."""
-        starts = [(part.number * TOKENS, part.key.tokens) for part in self.parts]
+        starts = [
+            (draft_piece.number * TOKENS, draft_piece.key.tokens) for draft_piece in self.parts
+        ]
         return [(start, start + tokens) for start, tokens in starts]
 
     def write(self, place: int, layer: int, arrays: Sequence[np.ndarray]) -> None:
         """Writes a layer's arrays of the piece at an index of `spans`, growing arrays as [token,
         ...]. Only an end has arrays that do not grow."""
-        part = self.parts[place]
-        offsets = self.layout.offsets(part.key.tokens, part.key.is_end)
-        kept = zip(self.layout.layers[layer], self.layout.numbers(layer), strict=True)
-        numbers = [number for each, number in kept if each.grows or part.key.is_end]
+        draft_piece = self.parts[place]
+        offsets = self.layout.offsets(draft_piece.key.tokens, draft_piece.key.is_end)
+        numbered_arrays = zip(self.layout.layers[layer], self.layout.numbers(layer), strict=True)
+        numbers = [
+            number for entry, number in numbered_arrays if entry.grows or draft_piece.key.is_end
+        ]
         for number, array in zip(numbers, arrays, strict=True):
             data = bytes_of(np.ascontiguousarray(array))
-            part.sums[number] = zlib.crc32(data)
-            os.pwrite(part.file, data, offsets[number])
+            draft_piece.sums[number] = zlib.crc32(data)
+            os.pwrite(draft_piece.file, data, offsets[number])
 
 
 def _touch(pieces: Sequence[Path]) -> None:

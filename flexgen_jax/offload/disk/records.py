@@ -48,16 +48,16 @@ class Records:
         future is done.
         """
         start = 0
-        for part in _parts([np.ascontiguousarray(array) for array in arrays]):
-            record[start : start + part.size] = part
-            start += part.size
+        for view in _parts([np.ascontiguousarray(array) for array in arrays]):
+            record[start : start + view.size] = view
+            start += view.size
         return self.store.write(record.reshape(self.store.shape[1:]), (index,))
 
     def read_into(self, index: int, outs: Sequence[np.ndarray]) -> Future[None]:
         """Starts reading a record into the memory of `outs`, ahead of all reads that are not
         urgent; returns a future."""
         chunks = _cut(_parts(outs), self.store.shape[2])
-        pieces = [self.store.piece((index, chunk), *parts) for chunk, parts in enumerate(chunks)]
+        pieces = [self.store.piece((index, chunk), *views) for chunk, views in enumerate(chunks)]
         return self.store.queue.read(pieces, is_urgent=True)
 
 
@@ -65,9 +65,9 @@ def _parts(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Returns views of the arrays' bytes, in the order of a record."""
     views = [array.reshape(-1).view(np.uint8) for array in arrays]
     whole = [view.size // PAGE * PAGE for view in views]
-    parts = [view[:size] for view, size in zip(views, whole, strict=True)]
-    parts += [view[size:] for view, size in zip(views, whole, strict=True)]
-    return [part for part in parts if part.size]
+    views_to_write = [view[:size] for view, size in zip(views, whole, strict=True)]
+    views_to_write += [view[size:] for view, size in zip(views, whole, strict=True)]
+    return [view_part for view_part in views_to_write if view_part.size]
 
 
 def _cut(parts: Sequence[np.ndarray], size: int) -> list[list[np.ndarray]]:
@@ -75,12 +75,12 @@ def _cut(parts: Sequence[np.ndarray], size: int) -> list[list[np.ndarray]]:
     chunk."""
     chunks: list[list[np.ndarray]] = [[]]
     room = size
-    for part in parts:
-        while part.size:
+    for view in parts:
+        while view.size:
             if room == 0:
                 chunks.append([])
                 room = size
-            chunks[-1].append(part[:room])
-            taken = min(room, part.size)
-            part, room = part[taken:], room - taken
+            chunks[-1].append(view[:room])
+            num_taken = min(room, view.size)
+            view, room = view[num_taken:], room - num_taken
     return chunks
