@@ -201,13 +201,13 @@ def kernels_of_gpu(
     Raises `UserError` if the variable says anything else.
     """
     environment = os.environ if environment is None else environment
-    chosen = environment.get(CHOICE, "")
-    if chosen not in ("", "xla"):
-        raise UserError(f"{CHOICE}={chosen!r}: set it to xla for XLA's code, or unset it")
-    sizes, said = KernelSizes.of_gpu(), str(getattr(device, "compute_capability", ""))
+    choice = environment.get(CHOICE, "")
+    if choice not in ("", "xla"):
+        raise UserError(f"{CHOICE}={choice!r}: set it to xla for XLA's code, or unset it")
+    sizes, capability = KernelSizes.of_gpu(), str(getattr(device, "compute_capability", ""))
     is_nvidia = device.device_kind.startswith(("NVIDIA", "Tesla", "GeForce", "Quadro"))
-    numbers = tuple(int(part) for part in said.split(".") if part.isdecimal())
+    numbers = tuple(int(part) for part in capability.split(".") if part.isdecimal())
     if not is_nvidia or numbers < LEAST_CAPABILITY:
         return DeviceKernels(sizes, WITHOUT_TRITON)
     has_large_tiles = numbers not in SMALL_MEMORY
-    return DeviceKernels(sizes) if chosen else GpuKernels(sizes, GPU_TUNING, has_large_tiles)
+    return DeviceKernels(sizes) if choice else GpuKernels(sizes, GPU_TUNING, has_large_tiles)

@@ -102,10 +102,10 @@ def can_attend(query: jax.Array, blocks: Sequence[tuple[Any, Any]]) -> bool:
     """Returns whether the kernel takes these arguments of `attend`."""
     if query.dtype not in NARROW or len(blocks) > MOST_BLOCKS or query.shape[3] > LARGEST_HEAD:
         return False
-    kept = [side for block in blocks for side in block]
-    packed = {storage.packing for side in kept if (storage := storage_of(side)) is not None}
-    are_alike = len(packed) <= 1 and all(side.shape[3] == query.shape[3] for side in kept)
-    return are_alike and all(can_load(side, query.dtype) for side in kept)
+    sides = [side for block in blocks for side in block]
+    packed = {storage.packing for side in sides if (storage := storage_of(side)) is not None}
+    are_alike = len(packed) <= 1 and all(side.shape[3] == query.shape[3] for side in sides)
+    return are_alike and all(can_load(side, query.dtype) for side in sides)
 
 
 def attend(
@@ -181,12 +181,12 @@ def _shape_of(
     parts = parts_of(head_dim, [side for block in shapes for side in (block.key, block.value)])
     rows = min(LARGEST_GROUP, max(LEAST_ROWS, power_of_two(group)))
     is_narrow = width_of(parts) <= NARROW_HEAD
-    wanted, tile = (PLACES, TILE) if is_narrow else (WIDE_PLACES, WIDE_TILE)
-    are_few = batch * kv_heads * pl.cdiv(group, LEAST_ROWS) <= wanted
+    num_places, tile = (PLACES, TILE) if is_narrow else (WIDE_PLACES, WIDE_TILE)
+    are_few = batch * kv_heads * pl.cdiv(group, LEAST_ROWS) <= num_places
     if not is_narrow and (are_few or not has_large_tiles):
         rows = LEAST_ROWS
     of_heads = batch * kv_heads * pl.cdiv(group, rows)
-    places = max(1, min(wanted // of_heads, total // LEAST_TOKENS))
+    places = max(1, min(num_places // of_heads, total // LEAST_TOKENS))
     tokens = pl.cdiv(total, places * tile) * tile
     return Shape(shapes, group, rows, tile, tokens, parts, softcap, interprets)
 
@@ -201,11 +201,11 @@ def _arrays(blocks: Sequence[KVBlock]) -> Iterator[jax.Array]:
 
 def _sides(refs: Sequence[Any], shape: Shape) -> Iterator[tuple[Side, Side]]:
     """Yields the keys and the values of each block, from the references to `_arrays`."""
-    rest = iter(refs)
+    remaining_refs = iter(refs)
 
     def taken(storage: Storage | None) -> Side:
         count = 1 if storage is None else len(storage.leaves)
-        return Side(tuple(next(rest) for _ in range(count)), storage, shape.interprets)
+        return Side(tuple(next(remaining_refs) for _ in range(count)), storage, shape.interprets)
 
     for block in shape.blocks:
         key = taken(block.key)
@@ -232,9 +232,9 @@ def _kernel(query_ref: Any, indices_ref: Any, first_ref: Any, *refs: Any, shape:
     """
     *cache, out_ref, lse_ref = refs
     tiles = pl.cdiv(shape.group, shape.rows)
-    here = (pl.program_id(1) % tiles) * shape.rows + jnp.arange(shape.rows)
-    is_head = here < shape.group if shape.group % shape.rows else None
-    query = tuple(load(query_ref, *part.at(here, is_head)) for part in shape.parts)
+    query_rows = (pl.program_id(1) % tiles) * shape.rows + jnp.arange(shape.rows)
+    is_head = query_rows < shape.group if shape.group % shape.rows else None
+    query = tuple(load(query_ref, *part.at(query_rows, is_head)) for part in shape.parts)
     # A place has tokens from `begin` on.
     begin = pl.program_id(2) * shape.tokens
     first = jnp.maximum(first_ref[0], begin)
@@ -255,9 +255,9 @@ def _kernel(query_ref: Any, indices_ref: Any, first_ref: Any, *refs: Any, shape:
         state = jax.lax.fori_loop(low, high, fold, state)
     out, lse = finished(state)
     for part, values in zip(shape.parts, out, strict=True):
-        place, mask = part.at(here, is_head)
+        place, mask = part.at(query_rows, is_head)
         store(out_ref, place, values, mask)
-    store(lse_ref, (here,), lse, is_head)
+    store(lse_ref, (query_rows,), lse, is_head)
 
 
 def _fold(
@@ -273,13 +273,13 @@ def _fold(
 
     seen: the range of the block's tokens to attend to.
     """
-    at = tile * shape.tile + jnp.arange(shape.tile)
-    is_token = at < length if length % shape.tile else None
+    places = tile * shape.tile + jnp.arange(shape.tile)
+    is_token = places < length if length % shape.tile else None
 
     def tile_of(side: Side) -> tuple[jax.Array, ...]:
-        return load_parts(side, shape.parts, at, is_token, query[0].dtype)
+        return load_parts(side, shape.parts, places, is_token, query[0].dtype)
 
     key = tile_of(block[0])
     value = key if block[1] is block[0] else tile_of(block[1])
-    is_seen = ((at >= seen[0]) & (at < seen[1]) & (at < length))[None, :]
+    is_seen = ((places >= seen[0]) & (places < seen[1]) & (places < length))[None, :]
     return folded(state, scores_of(query, key), is_seen, value, shape.softcap)

@@ -80,11 +80,11 @@ def multiply(
 ) -> jax.Array:
     """Returns the products in x's dtype; see `layers.matmul.matmul_by_heads`."""
     (rows, heads, length), (first, count) = x.shape, features
-    rank, parts = kernel.shape[1], kernel.shape[0] // heads // count
+    rank, part_size = kernel.shape[1], kernel.shape[0] // heads // count
 
     def block_of(head: Any) -> Any:
         """Returns which block of `count` rows of the kernel a head's part is."""
-        return head * parts + first // count
+        return head * part_size + first // count
 
     packed = None
     if isinstance(kernel, QuantizedArray):
@@ -115,7 +115,7 @@ def multiply(
 def _kernel(x_ref: Any, *refs: Any, product: Product) -> None:
     """Multiplies a head's rows, [row, element], by its part of the kernel, [feature, ...]; refs:
     the arrays of the kernel, and the result."""
-    *kept, out_ref = refs
+    *kernel_refs, out_ref = refs
     height = max(LEAST_ROWS, power_of_two(product.rows))
     is_row = (jnp.arange(height) < product.rows)[:, None] if height != product.rows else None
 
@@ -126,13 +126,13 @@ def _kernel(x_ref: Any, *refs: Any, product: Product) -> None:
     if product.is_inverse:
         index, mask = index_of(0, product.features)
         x = load(x_ref, index, mask)
-        for start, weights in _tiles(kept, pl.program_id(1), product, x.dtype):
+        for start, weights in _tiles(kernel_refs, pl.program_id(1), product, x.dtype):
             index, mask = index_of(start, weights.shape[1])
             store(out_ref, index, rows_times_columns(x, weights).astype(x.dtype), mask)
         return
 
     def add_tile(tile: jax.Array, sums: jax.Array) -> jax.Array:
-        for start, weights in _tiles(kept, tile, product, x_ref.dtype):
+        for start, weights in _tiles(kernel_refs, tile, product, x_ref.dtype):
             x = load(x_ref, *index_of(start, weights.shape[1]))
             sums = sums + rows_times_rows(x, weights)
         return sums

@@ -25,8 +25,8 @@ def code_on_base(words: jax.Array, lowest: int, bits: int, interprets: bool) -> 
     """Returns codes added to their power of two, fp32; lowest: a code's lowest bit in its word,
     uint32."""
     power, place, _ = BASES[bits]
-    left = place - lowest
-    moved = words << left if left > 0 else words >> -left
+    shift = place - lowest
+    moved = words << shift if shift > 0 else words >> -shift
     mask = ((1 << bits) - 1) << place
     if interprets:
         number = (moved & jnp.uint32(mask)) | jnp.uint32(power)

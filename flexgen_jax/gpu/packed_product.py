@@ -60,16 +60,16 @@ def multiply(rows: jax.Array, kernel: QuantizedArray, interprets: bool = False) 
 def _kernel(rows_ref: Any, *refs: Any, shape: Shape) -> None:
     """Multiplies all rows, [n, in], by some rows of the kernel; refs: its words, [output, part,
     word], the leaves of its factors, and the output."""
-    *kept, out_ref = refs
+    *kernel_refs, out_ref = refs
     zeros = jnp.zeros((shape.outputs, shape.parts, WORDS), jnp.float32)
 
     def add_tile(tile: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
         mask = None
         if shape.plane % shape.tile:
             mask = tile * shape.tile + jnp.arange(shape.tile) < shape.plane
-        for at, weights in unpacked(kept, tile, shape):
+        for place, weights in unpacked(kernel_refs, tile, shape):
             for row in range(len(sums)):
-                x = load(rows_ref, (jnp.int32(row), pl.ds(at, shape.tile)), mask)
+                x = load(rows_ref, (jnp.int32(row), pl.ds(place, shape.tile)), mask)
                 for weight, element in zip(weights, _of_bytes(x, shape), strict=True):
                     sums[row] = multiply_add(weight, element, sums[row], shape.interprets)
         return sums

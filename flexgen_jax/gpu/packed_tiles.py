@@ -101,16 +101,16 @@ def _splits(count: int, kernel: QuantizedArray, shape: Shape) -> int:
     """Returns the number of programs that split the inputs of a matmul with `rows` rows: enough to
     keep the multiprocessors busy, without much to write for it."""
     outputs = kernel.shape[0]
-    wanted = PLACES // (outputs // shape.outputs)
+    num_splits = PLACES // (outputs // shape.outputs)
     written = 2 * 4 * count * outputs  # fp32, written and read
     worth = int(LARGEST_SHARE * kernel.nbytes / written)
-    return max(1, min(wanted, worth, SPLITS, shape.tiles))
+    return max(1, min(num_splits, worth, SPLITS, shape.tiles))
 
 
 def _kernel(rows_ref: Any, *refs: Any, shape: Shape, tiles: int) -> None:
     """Multiplies all rows, [n, in], by some tiles of some rows of the kernel; refs: its words,
     [output, part, word], the leaves of its factors, and the output."""
-    *kept, out_ref = refs
+    *kernel_refs, out_ref = refs
     count = rows_ref.shape[0]
     height = max(LEAST_ROWS, power_of_two(count))
     is_row = jnp.arange(height) < count
@@ -118,16 +118,16 @@ def _kernel(rows_ref: Any, *refs: Any, shape: Shape, tiles: int) -> None:
     def add_tile(tile: jax.Array, sums: jax.Array) -> jax.Array:
         element = tile * shape.tile + jnp.arange(shape.tile)
         is_inside = is_row[:, None] & (element < shape.plane)[None, :]
-        for at, weights in tile_of(kept, tile, shape, rows_ref.dtype):
-            x = load(rows_ref, (pl.ds(0, height), pl.ds(at, shape.tile)), is_inside)
+        for place, weights in tile_of(kernel_refs, tile, shape, rows_ref.dtype):
+            x = load(rows_ref, (pl.ds(0, height), pl.ds(place, shape.tile)), is_inside)
             sums = sums + rows_times_rows(weights, x)
         return sums
 
     zeros = jnp.zeros((shape.outputs, height), jnp.float32)
     begin = pl.program_id(1) * tiles
     sums = jax.lax.fori_loop(begin, jnp.minimum(begin + tiles, shape.tiles), add_tile, zeros)
-    here = (pl.ds(0, height), slice(None))
-    store(out_ref, here, sums.T, jnp.broadcast_to(is_row[:, None], (height, shape.outputs)))
+    out_tile = (pl.ds(0, height), slice(None))
+    store(out_ref, out_tile, sums.T, jnp.broadcast_to(is_row[:, None], (height, shape.outputs)))
 
 
 def tile_of(
@@ -136,8 +136,8 @@ def tile_of(
     """Unpacks a tile: for each plane the index of its first element, and weights of a dtype,
     [output, element]; kept: see `unpacked`."""
     return [
-        (at, _joined([weight.astype(dtype) for weight in of_bytes], shape))
-        for at, of_bytes in unpacked(kept, tile, shape)
+        (place, _joined([weight.astype(dtype) for weight in of_bytes], shape))
+        for place, of_bytes in unpacked(kept, tile, shape)
     ]
 
 

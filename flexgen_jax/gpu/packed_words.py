@@ -114,7 +114,9 @@ def inputs_of(
     """Returns a matrix' words and factors, and the parts of them that a place of the grid sees;
     block_of: from its index along the first axis, that of its block of outputs."""
     words, factors = _words_of(kernel), shape.leaves.items()
-    own = pl.BlockSpec((shape.outputs, *words.shape[1:]), lambda n, *_: (block_of(n), 0, 0))
+    factor_block = pl.BlockSpec(
+        (shape.outputs, *words.shape[1:]), lambda n, *_: (block_of(n), 0, 0)
+    )
 
     def seen(leaf: jax.Array, rows: int) -> pl.BlockSpec:
         """Returns the part of a leaf, [rows, groups]; rows: how many rows of the kernel share one
@@ -127,7 +129,7 @@ def inputs_of(
         return pl.BlockSpec((1, groups), lambda n, *_: (block_of(n) // blocks, 0))
 
     leaves = [(kernel.leaf(name), factor.rows) for name, factor in factors]
-    return [(words, own), *((leaf, seen(leaf, rows)) for leaf, rows in leaves)]
+    return [(words, factor_block), *((leaf, seen(leaf, rows)) for leaf, rows in leaves)]
 
 
 def unpacked(
@@ -148,8 +150,8 @@ def unpacked(
     words = load(words_ref, (slice(None), pl.ds(first, shape.parts), slice(None)), mask)
     starts = [plane * shape.plane + tile * shape.tile for plane in range(shape.packing.planes)]
     return [
-        (at, _weights(words, plane, _line(factors, at, shape), shape))
-        for plane, at in enumerate(starts)
+        (start, _weights(words, plane, _line(factors, start, shape), shape))
+        for plane, start in enumerate(starts)
     ]
 
 
@@ -169,8 +171,8 @@ def _line(
             group = (at + PART * part) // factor.group
             group = jnp.minimum(group, factors[leaf].shape[1] - 1)  # beyond the end, any will do
         stored = number_of(factors[leaf][row, group], factor.dtype)
-        own = stored - factor.center if factor.center else stored
-        return own if factor.of is None else own * numbers(f"{leaf}_of", factor.of)
+        values = stored - factor.center if factor.center else stored
+        return values if factor.of is None else values * numbers(f"{leaf}_of", factor.of)
 
     scale = numbers("scale", packing.scale)
     if packing.levels != "integers":

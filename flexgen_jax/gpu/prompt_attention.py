@@ -87,10 +87,10 @@ def attend(
     result; the log-sum-exp, [batch, head, token], is fp32.
     """
     token_axis = 1 if is_token_first else 2
-    batch, asked, heads = query.shape[0], query.shape[token_axis], query.shape[3 - token_axis]
+    batch, queries, heads = query.shape[0], query.shape[token_axis], query.shape[3 - token_axis]
     shape = Shape(
         group=heads // key.shape[1],
-        asked=asked,
+        asked=queries,
         tokens=key.shape[2],
         key=parts_of(query.shape[3]),
         value=parts_of(value.shape[3]),
@@ -100,8 +100,8 @@ def attend(
 
     def of_head(size: int) -> pl.BlockSpec:
         if is_token_first:
-            return pl.BlockSpec((None, asked, None, size), lambda b, h, t: (b, 0, h, 0))
-        return pl.BlockSpec((None, None, asked, size), lambda b, h, t: (b, h, 0, 0))
+            return pl.BlockSpec((None, queries, None, size), lambda b, h, t: (b, 0, h, 0))
+        return pl.BlockSpec((None, None, queries, size), lambda b, h, t: (b, h, 0, 0))
 
     def of_keys(size: int) -> pl.BlockSpec:
         whole = (None, None, shape.tokens, size)
@@ -111,7 +111,7 @@ def attend(
     result = (*query.shape[:3], value_dim)
     out, lse = call(
         partial(_kernel, shape=shape),
-        grid=(batch, heads, pl.cdiv(asked, shape.rows)),
+        grid=(batch, heads, pl.cdiv(queries, shape.rows)),
         inputs=[
             (query, of_head(key_dim)),
             (key, of_keys(key_dim)),
@@ -122,8 +122,8 @@ def attend(
         outputs=[
             (jax.ShapeDtypeStruct(result, dtype), of_head(value_dim)),
             (
-                jax.ShapeDtypeStruct((batch, heads, asked), jnp.float32),
-                pl.BlockSpec((None, None, asked), lambda b, h, t: (b, h, 0)),
+                jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
+                pl.BlockSpec((None, None, queries), lambda b, h, t: (b, h, 0)),
             ),
         ],
         warps=4 if shape.is_narrow else 8,
@@ -145,10 +145,10 @@ def _kernel(
 ) -> None:
     """Attends with a tile of a head's queries, [query, head_dim], to the keys that it sees."""
     rows, begin = shape.rows, pl.program_id(2) * shape.rows
-    asked = begin + jnp.arange(rows)
-    is_asked = asked < shape.asked
-    query = tuple(load(query_ref, *part.at(asked, is_asked)) for part in shape.key)
-    last = lead_ref[0] + asked
+    query_tokens = begin + jnp.arange(rows)
+    is_asked = query_tokens < shape.asked
+    query = tuple(load(query_ref, *part.at(query_tokens, is_asked)) for part in shape.key)
+    last = lead_ref[0] + query_tokens
     state = empty(rows, [part.width for part in shape.value])
     low = first_ref[0]
     if shape.window is not None:
@@ -164,7 +164,7 @@ def _kernel(
     tiles = (jnp.maximum(low, 0) // shape.keys, pl.cdiv(jnp.maximum(high, 0), shape.keys))
     out, lse = finished(jax.lax.fori_loop(*tiles, fold, state))
     for part, values in zip(shape.value, out, strict=True):
-        place, mask = part.at(asked, is_asked)
+        place, mask = part.at(query_tokens, is_asked)
         store(out_ref, place, values.astype(out_ref.dtype), mask)
     store(lse_ref, (pl.ds(begin, rows),), lse, is_asked)
 
@@ -183,14 +183,16 @@ def _fold(
     query: the parts of the queries; seen: the first token visible to all queries, and the last
     token visible to each query.
     """
-    at = tile * shape.keys + jnp.arange(shape.keys)
-    is_token = at < shape.tokens if shape.tokens % shape.keys else None
+    places = tile * shape.keys + jnp.arange(shape.keys)
+    is_token = places < shape.tokens if shape.tokens % shape.keys else None
     key, value = (
-        load_parts(Side((ref,)), parts, at, is_token, query[0].dtype)
+        load_parts(Side((ref,)), parts, places, is_token, query[0].dtype)
         for ref, parts in zip(block, (shape.key, shape.value), strict=True)
     )
     scores = scores_of(query, key)
-    is_seen = ((at >= seen[0]) & (at < shape.tokens))[None, :] & (at[None, :] <= seen[1][:, None])
+    is_seen = ((places >= seen[0]) & (places < shape.tokens))[None, :] & (
+        places[None, :] <= seen[1][:, None]
+    )
     if shape.window is not None:
-        is_seen &= at[None, :] > seen[1][:, None] - shape.window
+        is_seen &= places[None, :] > seen[1][:, None] - shape.window
     return folded(state, scores, is_seen, value, shape.softcap)

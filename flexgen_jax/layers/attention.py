@@ -189,8 +189,8 @@ def valid_tokens(
 
     Valid tokens are real ones (from `first_valid` on) before `position`.
     """
-    at = start + jnp.arange(count)
-    return (at[None, :] >= first_valid[:, None]) & (at < position)[None, :]
+    places = start + jnp.arange(count)
+    return (places[None, :] >= first_valid[:, None]) & (places < position)[None, :]
 
 
 def merge(partials: list[Partial]) -> Partial:
@@ -250,12 +250,12 @@ def chunk_attention(
     attends to none after it. Returns fp32 [batch, head, token, head_dim] and the log-sum-exp, fp32
     [batch, head, token].
     """
-    batch, heads, asked, head_dim = query.shape
+    batch, heads, queries, head_dim = query.shape
     tokens, group = key.shape[2], heads // key.shape[1]
-    at, last = jnp.arange(tokens), lead if lead.ndim else lead + jnp.arange(asked)
-    seen = at[None, :] <= last[:, None]
+    places, last = jnp.arange(tokens), lead if lead.ndim else lead + jnp.arange(queries)
+    seen = places[None, :] <= last[:, None]
     if window is not None:
-        seen &= at[None, :] > last[:, None] - window
+        seen &= places[None, :] > last[:, None] - window
 
     def one_head(args: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> Partial:
         """Attends with the queries of a group, [query, token, head_dim], to their head."""
@@ -268,8 +268,8 @@ def chunk_attention(
             (((1,), (1,)), ((), ())),
             precision=precision,
             preferred_element_type=jnp.float32,
-        ).reshape(group, asked, tokens)
-        scores = jnp.where(seen & (at >= first)[None, :], capped(scores, softcap), MASKED)
+        ).reshape(group, queries, tokens)
+        scores = jnp.where(seen & (places >= first)[None, :], capped(scores, softcap), MASKED)
         peak = scores.max(-1, keepdims=True)
         weights = jnp.exp(scores - peak)
         total = weights.sum(-1, keepdims=True)
@@ -282,7 +282,7 @@ def chunk_attention(
         return mixed.reshape(q.shape) / total, (peak + jnp.log(total))[..., 0]
 
     k, v = (x.reshape(-1, tokens, head_dim) for x in map(plain, (key, value)))
-    q = query.reshape(-1, group, asked, head_dim)
+    q = query.reshape(-1, group, queries, head_dim)
     args = (q, k, v, jnp.repeat(first_valid, heads // group))
     if at_once >= batch * heads:
         out, lse = jax.vmap(one_head)(args)

@@ -129,11 +129,11 @@ class DecoderLayer(nn.Module):
         to that number of earlier tokens, which is at most `most`.
         """
         spec = self.parts.attention
-        query, new = self.project(hidden, position, rows)
+        query, row = self.project(hidden, position, rows)
         starts = jnp.array([0, *accumulate(block[0].shape[2] for block in blocks)])
-        itself, end = new, position
+        itself, end = row, position
         if appends:  # before attention reads the tail; in the opposite order XLA would copy it
-            tail = append(tail, new, position - starts[-1])
+            tail = append(tail, row, position - starts[-1])
             if counts is None and hidden.shape[1] == 1:  # the token sees itself in the tail
                 itself, end = (), position + 1
         cache = tuple(map(sides, (*blocks, tail)))
@@ -160,7 +160,7 @@ class DecoderLayer(nn.Module):
                 tuning=self.kernels.tuning,
                 softcap=spec.softcap,
             )
-        return self.finish(hidden, query, itself, [here]), tail if appends else new
+        return self.finish(hidden, query, itself, [here]), tail if appends else row
 
     def project(
         self, hidden: jax.Array, position: jax.Array, rows: Rows
@@ -211,11 +211,11 @@ class DecoderLayer(nn.Module):
         int32 [], how many of the tokens the new state has seen, None for all. Returns the hidden
         states, the cached arrays of all tokens, and the new recurrent state.
         """
-        more = () if known is None else (known,)
-        out, new, state = self.attention.mix(
-            self._attention_input(hidden), blocks, state, start, rows, *more
+        extra = () if known is None else (known,)
+        out, row, state = self.attention.mix(
+            self._attention_input(hidden), blocks, state, start, rows, *extra
         )
-        return self._after_attention(hidden[:, -asked:], out[:, -asked:]), new, state
+        return self._after_attention(hidden[:, -asked:], out[:, -asked:]), row, state
 
     def finish_chunk(self, hidden: jax.Array, attended: jax.Array) -> jax.Array:
         """Returns the hidden states of a chunk's last tokens, from the result of their

@@ -85,27 +85,27 @@ class GatedDeltaNet(nn.Module):
         padding = jnp.clip(rows.first_valid - start, 0, tokens)
         is_real = (jnp.arange(tokens) >= padding[:, None])[..., None]
         x = jnp.where(is_real, x, 0)
-        new = jnp.concatenate([self.q(x), self.k(x), self.v(x)], axis=-1)
-        joined = _after(columns, new, padding)
+        projected = jnp.concatenate([self.q(x), self.k(x), self.v(x)], axis=-1)
+        joined = _after(columns, projected, padding)
         fade = jax.nn.softplus(self.fade(x).astype(jnp.float32) + self.fade_bias)
         fade = jnp.where(is_real, -jnp.exp(self.fade_log) * fade, 0)
-        given = (joined, fade, jax.nn.sigmoid(self.write(x)), is_real)
+        inputs = (joined, fade, jax.nn.sigmoid(self.write(x)), is_real)
         if tokens == 1:
-            only = delta_rule.Sides(*(side[:, 0] for side in self._sides(*given)))
+            only = delta_rule.Sides(*(side[:, 0] for side in self._sides(*inputs)))
             out, after = self.kernels.delta_step(only, matrices)
         else:
-            out, after = self._in_chunks(given, matrices, tokens)
+            out, after = self._in_chunks(inputs, matrices, tokens)
         seen = jnp.int32(tokens) if known is None else known
         if known is not None:
             is_known = is_real & (jnp.arange(tokens) < known)[:, None]
-            given = (joined, jnp.where(is_known, fade, 0), given[2], is_known)
-            _, after = self._in_chunks(given, matrices, tokens)
+            inputs = (joined, jnp.where(is_known, fade, 0), inputs[2], is_known)
+            _, after = self._in_chunks(inputs, matrices, tokens)
         heads = self.norm(out.reshape(batch, tokens, -1, spec.value_size).astype(self.dtype))
         gate = jax.nn.silu(self.z(x).astype(jnp.float32)).reshape(heads.shape)
         result = (heads * gate).astype(self.dtype).reshape(batch, tokens, -1)
-        kept = jax.lax.dynamic_slice_in_dim(joined, seen, spec.width - 1, axis=1)
-        kept = kept.astype(jnp.float32)
-        return self.out(result), (), (kept, after)
+        window = jax.lax.dynamic_slice_in_dim(joined, seen, spec.width - 1, axis=1)
+        window = window.astype(jnp.float32)
+        return self.out(result), (), (window, after)
 
     def _sides(
         self, joined: jax.Array, fade: jax.Array, write: jax.Array, is_real: jax.Array
@@ -141,11 +141,11 @@ class GatedDeltaNet(nn.Module):
         def one(state: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Computes a chunk; of the convolution's inputs, it has the preceding tokens."""
             lengths = (size + self.spec.width - 1, size, size, size)
-            parts = (
+            pieces = (
                 jax.lax.dynamic_slice_in_dim(x, start, length, axis=1)
                 for x, length in zip(filled, lengths, strict=True)
             )
-            out, state = delta_rule.chunk(self._sides(*parts), state)
+            out, state = delta_rule.chunk(self._sides(*pieces), state)
             return state, out.astype(self.dtype)
 
         state, out = jax.lax.scan(one, state, jnp.arange(count) * size)

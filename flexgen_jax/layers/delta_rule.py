@@ -43,8 +43,8 @@ def step(sides: Sides, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     query, key, value, log_fade, write = sides
     fade = jnp.exp(log_fade)[..., None]
     # One read of the state serves key and query; the token's own contribution is added afterwards.
-    both = jnp.stack([key, query], axis=2)
-    seen = _product("bkid,bkgde->bkgie", both, state) * fade[..., None]
+    key_and_query = jnp.stack([key, query], axis=2)
+    seen = _product("bkid,bkgde->bkgie", key_and_query, state) * fade[..., None]
     written = write[..., None] * (value - seen[..., 0, :])
     state = state * fade[..., None] + key[:, :, None, :, None] * written[..., None, :]
     return seen[..., 1, :] + (query * key).sum(-1)[..., None, None] * written, state
@@ -70,10 +70,10 @@ def chunk(sides: Sides, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     between = jnp.exp(jnp.where(until, total[..., :, None] - total[..., None, :], -jnp.inf))
     since = jnp.exp(total)[..., None]
     keys = _product("bikd,bjkd->bkij", key, key)[:, :, None] * between
-    known = _product("bikd,bkgde->bkgie", key, state) * since
+    from_state = _product("bikd,bkgde->bkgie", key, state) * since
     written = jax.lax.linalg.triangular_solve(
         jnp.where(earlier, keys * write, 0.0),
-        write * (value - known),
+        write * (value - from_state),
         left_side=True,
         lower=True,
         unit_diagonal=True,
@@ -81,6 +81,6 @@ def chunk(sides: Sides, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     scores = _product("bikd,bjkd->bkij", query, key)[:, :, None] * between
     out = _product("bikd,bkgde->bkgie", query, state) * since
     out = out + _product("bkgij,bkgje->bkgie", scores, written)
-    left = jnp.exp(total[..., -1:] - total)[..., None]  # of a token's contribution, at the end
-    state = state * since[..., -1:, :] + _product("bikd,bkgie->bkgde", key, written * left)
+    to_end = jnp.exp(total[..., -1:] - total)[..., None]  # the decay after each token
+    state = state * since[..., -1:, :] + _product("bikd,bkgie->bkgde", key, written * to_end)
     return jnp.moveaxis(out, 3, 1), state

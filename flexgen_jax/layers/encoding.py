@@ -27,8 +27,8 @@ def encoded(x: jax.Array, storage: Storage) -> Kept:
     if storage.format is None:
         return x
     is_own = storage.format in (own(4), own(8))
-    kept: Kept = assemble(storage, encode_rows(x, storage)) if is_own else quantize_as(x, storage)
-    return kept
+    array: Kept = assemble(storage, encode_rows(x, storage)) if is_own else quantize_as(x, storage)
+    return array
 
 
 @partial(jax.jit, static_argnames="storage")
@@ -50,12 +50,12 @@ def encode_rows(
         counts = jnp.maximum(counts, 1e-12 * jnp.max(counts))
     step, least = _searched(wide, counts, (1 << storage.bits) - 1)
     scale, unit = _in_units(step, 255)
-    minimum, other = _in_units(least, 127)
+    minimum, offset = _in_units(least, 127)
     step = _finite(scale.astype(jnp.float32) * unit.astype(jnp.float32))
-    least = minimum.astype(jnp.float32) * other.astype(jnp.float32)
+    least = minimum.astype(jnp.float32) * offset.astype(jnp.float32)
     codes = _codes(wide, step, least, (1 << storage.bits) - 1)
     codes = codes.reshape(x.shape[0], -1)[:, : x.shape[1]].astype(jnp.uint8)
-    leaves = (scale.astype(jnp.uint8), unit, minimum.astype(jnp.int8), other)
+    leaves = (scale.astype(jnp.uint8), unit, minimum.astype(jnp.int8), offset)
     return [*pack(codes, storage), *leaves]
 
 
@@ -91,8 +91,8 @@ def _searched(x: jax.Array, counts: jax.Array, levels: int) -> tuple[jax.Array, 
         codes = _codes(x, step, least, levels)
         error = jnp.sum(counts * (x - codes * step[..., None] - least[..., None]) ** 2, axis=2)
         is_better = error < best[0]
-        new = (error, step, least)
-        return tuple(jnp.where(is_better, a, b) for a, b in zip(new, best, strict=True))
+        candidate = (error, step, least)
+        return tuple(jnp.where(is_better, a, b) for a, b in zip(candidate, best, strict=True))
 
     none = jnp.full(low.shape, jnp.inf, jnp.float32)
     _, step, least = jax.lax.fori_loop(0, TRIES, attempt, (none, _finite(0 * half), low))
@@ -122,8 +122,8 @@ def _codes(x: jax.Array, step: jax.Array, least: jax.Array, levels: int) -> jax.
 def _in_units(values: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
     """Returns values as integers of at most `most`, and the unit of each row, bfloat16 [row, 1]."""
     unit = jnp.max(jnp.abs(values), axis=1, keepdims=True) / most
-    kept = (unit * (1 + 2.0**-8)).astype(jnp.bfloat16)  # rounded up, so that all fit
-    return jnp.clip(jnp.round(values / _finite(kept.astype(jnp.float32))), -most, most), kept
+    rounded = (unit * (1 + 2.0**-8)).astype(jnp.bfloat16)  # rounded up, so that all fit
+    return jnp.clip(jnp.round(values / _finite(rounded.astype(jnp.float32))), -most, most), rounded
 
 
 def _finite(step: jax.Array) -> jax.Array:

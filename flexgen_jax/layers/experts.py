@@ -44,7 +44,7 @@ class Router(nn.Module):
         [token, hidden], zeros without one or if the experts are next to a dense block (`Beside`).
         """
         spec = self.spec
-        x, share, chosen = self._choose(hidden)
+        x, share, experts = self._choose(hidden)
         if spec.routing.is_beside:
             x = Norm(self.config.norm, self.kernels, self.dtype, name="experts_norm")(hidden)
         if spec.is_normalised:
@@ -53,8 +53,8 @@ class Router(nn.Module):
         share = share * spec.routing.scale
         if spec.routing.is_beside:
             ones, shape = nn.initializers.ones, (spec.count,)
-            each = self.param("router_expert_scale", ones, shape, self.dtype)
-            share = share * each.astype(jnp.float32)[chosen]
+            expert_scale = self.param("router_expert_scale", ones, shape, self.dtype)
+            share = share * expert_scale.astype(jnp.float32)[experts]
         out = jnp.zeros(x.shape, jnp.float32)
         if spec.shared is not None and not spec.routing.is_beside:
             block = MLP(spec.shared, self.kernels, self.dtype, self.matmul_bits, name="shared")
@@ -62,7 +62,7 @@ class Router(nn.Module):
             if spec.is_shared_gated:
                 gate = Linear(1, self.kernels, False, self.dtype, name="shared_gate")(x)
                 out = jax.nn.sigmoid(gate.astype(jnp.float32)) * out
-        return x, chosen, share, out
+        return x, experts, share, out
 
     @nn.compact
     def guess(self, hidden: jax.Array) -> jax.Array:
@@ -85,14 +85,14 @@ class Router(nn.Module):
         products = router(x.astype(dtype)).astype(jnp.float32)
         is_softmax = routing.scores == "softmax"
         scores = jax.nn.softmax(products) if is_softmax else jax.nn.sigmoid(products)
-        wanted = scores
+        ranking = scores
         if routing.has_correction:
             zeros = nn.initializers.zeros
-            wanted = scores + self.param("router_correction", zeros, (spec.count,), jnp.float32)
+            ranking = scores + self.param("router_correction", zeros, (spec.count,), jnp.float32)
         if routing.groups > 1:
-            wanted = of_best_groups(wanted, routing)
-        _, chosen = jax.lax.top_k(wanted, spec.top)
-        return x, jnp.take_along_axis(scores, chosen, axis=-1), chosen.astype(jnp.int32)
+            ranking = of_best_groups(ranking, routing)
+        _, experts = jax.lax.top_k(ranking, spec.top)
+        return x, jnp.take_along_axis(scores, experts, axis=-1), experts.astype(jnp.int32)
 
 
 class Beside(nn.Module):
@@ -151,9 +151,9 @@ def add_expert(
 
     def some(step: jax.Array, out: jax.Array) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(mine, step * size, size)
-        taken = jnp.take(x, rows, axis=0, mode="fill", fill_value=0)
-        each = jnp.take(weight, rows, mode="fill", fill_value=0)
-        weighted = block(taken).astype(jnp.float32) * each[:, None]
+        inputs = jnp.take(x, rows, axis=0, mode="fill", fill_value=0)
+        weights = jnp.take(weight, rows, mode="fill", fill_value=0)
+        weighted = block(inputs).astype(jnp.float32) * weights[:, None]
         return out.at[rows].add(weighted, mode="drop")
 
     summed: jax.Array = jax.lax.fori_loop(0, steps, some, out)

@@ -39,34 +39,34 @@ def in_segments(
     rows, skipped = arrays[0].shape[0], segments[0][1]
     if len(segments) == 1 and rows <= at_once(rows, skipped):
         return compute(skipped, *arrays)
-    kinds = jax.eval_shape(partial(compute, 0), *(x[:1] for x in arrays))
+    result_shapes = jax.eval_shape(partial(compute, 0), *(x[:1] for x in arrays))
     # As integers, since XLA's CPU backend copies 16-bit floats to and from joined arrays by way of
     # fp32.
-    given = [_as_bits(x) for x in arrays]
+    bit_arrays = [_as_bits(x) for x in arrays]
     joined = jax.tree.map(
-        lambda kind: _as_bits(jnp.zeros((rows, *kind.shape[1:]), kind.dtype)), kinds
+        lambda kind: _as_bits(jnp.zeros((rows, *kind.shape[1:]), kind.dtype)), result_shapes
     )
 
     def one(size: int, skipped: int, at: jax.Array | int, joined: Any) -> Any:
         """Computes `size` rows from row `at` on."""
-        group = [jax.lax.dynamic_slice_in_dim(x, at, size) for x in given]
-        new = compute(skipped, *map(_from_bits, group, arrays))
+        group = [jax.lax.dynamic_slice_in_dim(x, at, size) for x in bit_arrays]
+        results = compute(skipped, *map(_from_bits, group, arrays))
         return jax.tree.map(
             lambda into, x: jax.lax.dynamic_update_slice_in_dim(into, _as_bits(x), at, 0),
             joined,
-            new,
+            results,
         )
 
     start = 0
     for rows, skipped in segments:
         size = min(at_once(rows, skipped), rows)
-        count, rest = divmod(rows, size)
-        for group, times in ((size, count), (rest, 1)):
+        count, remainder = divmod(rows, size)
+        for group, times in ((size, count), (remainder, 1)):
             if group:
                 compute_one = partial(one, group, skipped)
                 joined = _repeated(compute_one, start, group, times, joined)
                 start += group * times
-    return jax.tree.map(_from_bits, joined, kinds)
+    return jax.tree.map(_from_bits, joined, result_shapes)
 
 
 def _repeated(compute: Callable[..., Any], start: int, step: int, times: int, joined: Any) -> Any:

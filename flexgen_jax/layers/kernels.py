@@ -203,8 +203,8 @@ class XlaKernels:
         lead: jax.Array,
         spec: AttentionSpec,
     ) -> Partial:
-        batch, heads, asked, _ = query.shape
-        at_once = self.sizes.scored_heads(batch * heads, max(asked, key.shape[2]))
+        batch, heads, queries, _ = query.shape
+        at_once = self.sizes.scored_heads(batch * heads, max(queries, key.shape[2]))
         return chunk_attention(
             query=query,
             key=key,

@@ -78,16 +78,16 @@ class LatentAttention(SelfAttention):
         self, x: jax.Array, rows: Rows
     ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], Arrays | None]:
         spec, start = self.spec, jnp.int32(0)
-        (kept,) = self._kept(x, start, rows)
-        vector, shared = kept[:, 0, :, : spec.kv_rank], kept[:, 0, :, None, spec.kv_rank :]
-        both = self.kernels.matmul(vector, self.kv_up(), None, self.matmul_bits)
-        both = both.reshape(*x.shape[:2], spec.num_heads, -1)
-        rotated = jnp.broadcast_to(shared, (*both.shape[:3], spec.rotated))
-        key = jnp.concatenate([both[..., : spec.plain], rotated], axis=-1)
+        (row,) = self._kept(x, start, rows)
+        vector, shared = row[:, 0, :, : spec.kv_rank], row[:, 0, :, None, spec.kv_rank :]
+        key_and_value = self.kernels.matmul(vector, self.kv_up(), None, self.matmul_bits)
+        key_and_value = key_and_value.reshape(*x.shape[:2], spec.num_heads, -1)
+        rotated = jnp.broadcast_to(shared, (*key_and_value.shape[:3], spec.rotated))
+        key = jnp.concatenate([key_and_value[..., : spec.plain], rotated], axis=-1)
         query = jnp.concatenate(self._queries(x, start, rows), axis=-1)
-        sides = (self._scaled(query, start, rows), key, both[..., spec.plain :])
+        sides = (self._scaled(query, start, rows), key, key_and_value[..., spec.plain :])
         query, key, value = (_padded(side, spec.wide) for side in sides)
-        return (query, key, value), (kept,)
+        return (query, key, value), (row,)
 
     def _prompt_result(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         values = attended[..., : self.spec.value]

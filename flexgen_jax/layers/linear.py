@@ -16,9 +16,9 @@ def parameter(
     module: nn.Module, name: str, init: Any, shape: tuple[int, ...], dtype: jnp.dtype
 ) -> Kept:
     """Returns a module's tensor, plain or quantized; Flax checks the shape of plain ones only."""
-    kept: Kept | None = module.get_variable("params", name)
-    if isinstance(kept, QuantizedArray):
-        return kept
+    array: Kept | None = module.get_variable("params", name)
+    if isinstance(array, QuantizedArray):
+        return array
     plain: jax.Array = module.param(name, init, shape, dtype)
     return plain
 

@@ -53,10 +53,10 @@ def matmul_int8(
     integers = round_kernel(kernel, scale, tuning.has_barriers).astype(x.dtype)
     product = matmul(codes.astype(x.dtype), integers, None, part_bytes, tuning)
     product = product * (row_scale[:, None] * scale)
-    apart = is_outlier(rows)
+    outliers = is_outlier(rows)
     product = jax.lax.cond(
-        apart.any(),
-        lambda: product + matmul(jnp.where(apart, rows, 0), kernel, None, part_bytes, tuning),
+        outliers.any(),
+        lambda: product + matmul(jnp.where(outliers, rows, 0), kernel, None, part_bytes, tuning),
         lambda: product,
     )
     if bias is not None:

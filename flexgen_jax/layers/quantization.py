@@ -119,16 +119,16 @@ def encode(x: jax.Array, storage: Storage) -> tuple[jax.Array, jax.Array, jax.Ar
     """Returns x's codes (uint8, in x's shape, not packed), scales and minima; see `quantize`."""
     group_size, axis = storage.group_size, storage.axis
     levels = (1 << storage.bits) - 1
-    kept = jnp.dtype(parameter_dtype(storage.dtype))
+    parameter_type = jnp.dtype(parameter_dtype(storage.dtype))
     largest = largest_kept(x.dtype)
     low, high = (
         jnp.clip(_per_group(x, reduce, group_size, axis).astype(jnp.float32), -largest, largest)
         for reduce in (jnp.min, jnp.max)
     )
-    minimum = _round_towards(low, kept, -jnp.inf)
+    minimum = _round_towards(low, parameter_type, -jnp.inf)
     # A product, since XLA turns a division by a constant into one while NumPy does not.
     spread = (high - minimum.astype(jnp.float32)) * jnp.float32(1 / levels)
-    scale = _round_towards(spread, kept, jnp.inf)
+    scale = _round_towards(spread, parameter_type, jnp.inf)
     each_minimum = _per_element(minimum.astype(jnp.float32), group_size, axis, 0, x.shape[axis])
     each_scale = _per_element(scale.astype(jnp.float32), group_size, axis, 0, x.shape[axis])
     wide = jnp.clip(x.astype(jnp.float32), -largest, largest)
@@ -205,7 +205,7 @@ def row_parts(q: QuantizedArray, most_bytes: int, has_barrier: bool = False) -> 
         for x in (q.scale, q.minimum)
     )
     shifts = storage.bits * jnp.arange(planes, dtype=jnp.uint8)[:, None, None]
-    parts = []
+    plain_rows = []
     step = max(1, most_bytes // (q.dtype.itemsize * columns * planes * group)) * group
     for start in range(0, length, step):
         stop = min(start + step, length)
@@ -215,8 +215,8 @@ def row_parts(q: QuantizedArray, most_bytes: int, has_barrier: bool = False) -> 
             jnp.repeat(x[:, of_group], group, axis=1) for x in (scale, minimum)
         )
         wide = _wide(codes) * each_scale + each_minimum
-        parts.append(_finished(wide, q.dtype, has_barrier))
-    return parts
+        plain_rows.append(_finished(wide, q.dtype, has_barrier))
+    return plain_rows
 
 
 def ranges_of_rows(q: QuantizedArray, most_bytes: int) -> Iterator[QuantizedArray]:
@@ -295,10 +295,12 @@ def _factor(q: QuantizedArray, name: str, factor: Factor) -> jax.Array:
 def _unpacked_factor(q: QuantizedArray, name: str, factor: Factor, count: int) -> jax.Array:
     axis, codes = q.storage.axis, Format(factor.bits, Factor("uint8", 0))
     parts = [q.leaf(name + "_high" * number) for number in range(len(codes.widths))]
-    each = -(-count // codes.planes)
+    plane_length = -(-count // codes.planes)
     planes = [
-        _codes(parts, codes, each, index, min(each, count - index * each), axis)
-        for index in range(-(-count // each))
+        _codes(
+            parts, codes, plane_length, index, min(plane_length, count - index * plane_length), axis
+        )
+        for index in range(-(-count // plane_length))
     ]
     return _wide(jnp.concatenate(planes, axis=axis))
 
@@ -411,6 +413,6 @@ def _per_element(
 
 def _round_towards(x: jax.Array, dtype: jnp.dtype, direction: float) -> jax.Array:
     """Rounds fp32 numbers to `dtype`, up or down as `direction` (inf or -inf) says."""
-    near = x.astype(dtype)
-    beyond = near.astype(jnp.float32) < x if direction > 0 else near.astype(jnp.float32) > x
-    return jnp.where(beyond, jnp.nextafter(near, jnp.asarray(direction, dtype)), near)
+    rounded = x.astype(dtype)
+    beyond = rounded.astype(jnp.float32) < x if direction > 0 else rounded.astype(jnp.float32) > x
+    return jnp.where(beyond, jnp.nextafter(rounded, jnp.asarray(direction, dtype)), rounded)

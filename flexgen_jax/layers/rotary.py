@@ -31,8 +31,8 @@ class Branches:
         """Returns how far each of a row's tokens is from the row's first column in its own
         sequence, int32 [token]."""
         context = tokens - self.total
-        each = np.tile(context + np.arange(self.tokens), self.count)
-        return np.concatenate([np.arange(context), each]).astype(np.int32)
+        columns = np.tile(context + np.arange(self.tokens), self.count)
+        return np.concatenate([np.arange(context), columns]).astype(np.int32)
 
 
 class Rows(NamedTuple):
@@ -134,11 +134,11 @@ def angles(rotary: Rotary, start: jax.Array, tokens: int, rows: Rows) -> Angles:
     """
     positions = rows.positions(start, tokens)
     short, long = frequencies(rotary)
-    each = jnp.asarray(short)[None, None]
+    factors = jnp.asarray(short)[None, None]
     if rotary.kind == "longrope":
         is_long = (rows.most > rotary.original)[:, None, None]
-        each = jnp.where(is_long, jnp.asarray(long)[None, None], each)
-    turned = positions[..., None].astype(jnp.float32) * each
+        factors = jnp.where(is_long, jnp.asarray(long)[None, None], factors)
+    turned = positions[..., None].astype(jnp.float32) * factors
     return jnp.cos(turned) * rotary.scale, jnp.sin(turned) * rotary.scale
 
 
@@ -150,11 +150,11 @@ def rotate(x: jax.Array, turned: Angles, is_interleaved: bool = False) -> jax.Ar
     """
     cos, sin = (side[:, :, None, :] for side in turned)
     half = cos.shape[-1]
-    first, second, rest = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+    first, second, unrotated = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
     if is_interleaved:
-        both = jnp.concatenate([first, second], axis=-1)
-        first, second = both[..., 0::2], both[..., 1::2]
-    pairs = (first * cos - second * sin, second * cos + first * sin, rest)
+        rotated = jnp.concatenate([first, second], axis=-1)
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
+    pairs = (first * cos - second * sin, second * cos + first * sin, unrotated)
     return jnp.concatenate(pairs, axis=-1).astype(x.dtype)
 
 

@@ -45,9 +45,9 @@ def adjust(logits: jax.Array, ids: jax.Array, factor: jax.Array, added: jax.Arra
     the vocabulary do nothing; factor, added: fp32 [batch, some].
     """
     rows = jnp.arange(logits.shape[0])[:, None]
-    chosen = logits.at[rows, ids].get(mode="fill", fill_value=0.0)
-    chosen = jnp.where(chosen > 0, chosen / factor, chosen * factor) + added
-    return logits.at[rows, ids].set(chosen, mode="drop")
+    current = logits.at[rows, ids].get(mode="fill", fill_value=0.0)
+    current = jnp.where(current > 0, current / factor, current * factor) + added
+    return logits.at[rows, ids].set(current, mode="drop")
 
 
 def log_probabilities(
@@ -59,9 +59,9 @@ def log_probabilities(
     logits: fp32 [batch, vocabulary]; ids: int32 [batch].
     """
     logs = jax.nn.log_softmax(logits)
-    chosen = jnp.take_along_axis(logs, ids[:, None], axis=1)[:, 0]
+    of_ids = jnp.take_along_axis(logs, ids[:, None], axis=1)[:, 0]
     best, best_ids = jax.lax.top_k(logs, min(count, logs.shape[-1]))
-    return chosen, best_ids.astype(jnp.int32), best
+    return of_ids, best_ids.astype(jnp.int32), best
 
 
 def greedy(logits: jax.Array) -> jax.Array:
@@ -110,10 +110,10 @@ def sample(
     0 is greedy. The draw depends on a row's own key and token alone, not on its neighbours.
     """
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
-    kept = keep_top(scaled, top_k, top_p, min_p)
+    candidates = keep_top(scaled, top_k, top_p, min_p)
 
     def draw(key: jax.Array, place: jax.Array, row: jax.Array) -> jax.Array:
         return jax.random.categorical(jax.random.fold_in(key, place), row)
 
-    drawn = jax.vmap(draw)(keys, start + token, kept).astype(jnp.int32)
+    drawn = jax.vmap(draw)(keys, start + token, candidates).astype(jnp.int32)
     return jnp.where(temperature > 0, drawn, greedy(logits))

@@ -66,8 +66,8 @@ def attend_earlier(
     if tokens == 1:
         return attend(query, position, spec)
     if spec.window is not None:  # each token sees others
-        each = [attend(query[:, :, n : n + 1], position + n, spec) for n in range(tokens)]
-        outs, sums = zip(*each, strict=True)
+        outputs = [attend(query[:, :, n : n + 1], position + n, spec) for n in range(tokens)]
+        outs, sums = zip(*outputs, strict=True)
         return jnp.concatenate(outs, axis=2), jnp.concatenate(sums, axis=2)
     # All new tokens see the same cache: to the kernel, a head's tokens are heads that
     # share keys and values.
@@ -141,8 +141,8 @@ class SelfAttention(nn.Module):
         """Returns scaled queries, keys and values of a prompt, each [batch, token, head, element],
         and its cached arrays, None if these are the keys and values."""
         start = jnp.int32(0)
-        query, kept = self._asked(x, start, rows), self._kept(x, start, rows)
-        key, value = (side.swapaxes(1, 2) for side in kept)
+        query, row = self._asked(x, start, rows), self._kept(x, start, rows)
+        key, value = (side.swapaxes(1, 2) for side in row)
         return (query.swapaxes(1, 2), key, value), None
 
     def _prompt_result(self, x: jax.Array, attended: jax.Array) -> jax.Array:
@@ -199,9 +199,9 @@ class SelfAttention(nn.Module):
 
         Returns an array of x's shape, and the prompt's cached arrays.
         """
-        prompt, kept = self._of_prompt(x, rows)
+        prompt, row = self._of_prompt(x, rows)
         out, pair = self._within(*prompt, rows.first_valid)
-        return self._prompt_result(x, out), pair if kept is None else kept
+        return self._prompt_result(x, out), pair if row is None else row
 
     def prefill_branches(
         self, x: jax.Array, rows: Rows, branches: Branches
@@ -209,24 +209,31 @@ class SelfAttention(nn.Module):
         """Attends within contexts and within their branches, x: [batch, token, hidden]; each branch
         sees its context and itself alone. The result is that of `prefill`."""
         spec, (batch, tokens, _) = self.spec, x.shape
-        prompt, kept = self._of_prompt(x, rows)
-        own = tokens - branches.total
-        first = jnp.minimum(rows.first_valid, own - 1)  # one is computed where there is none
-        query, key, value = (side[:, :own] for side in prompt)
+        prompt, row = self._of_prompt(x, rows)
+        shared = tokens - branches.total
+        first = jnp.minimum(rows.first_valid, shared - 1)  # one is computed where there is none
+        query, key, value = (side[:, :shared] for side in prompt)
         out, pair = self._within(query, key, value, first)
-        q, k, v = (side[:, own:].swapaxes(1, 2) for side in prompt)
+        q, k, v = (side[:, shared:].swapaxes(1, 2) for side in prompt)
         # All branches attend to the context as one, each to itself as a row of its own.
-        far = self.kernels.chunk_attention(q, *pair, rows.first_valid, jnp.int32(own), spec)
+        to_prompt = self.kernels.chunk_attention(
+            q, *pair, rows.first_valid, jnp.int32(shared), spec
+        )
         rows_of_branches = (_apart(q, branches), _apart(k, branches), _apart(v, branches))
         none = jnp.zeros(batch * branches.count, jnp.int32)
-        near = self.kernels.chunk_attention(*rows_of_branches, none, jnp.int32(0), spec)
-        far = (_apart(far[0], branches), _apart(far[1][..., None], branches)[..., 0])
-        merged = self._with_sinks(merge([near, far]))[0].astype(self.dtype).swapaxes(1, 2)
+        to_branch = self.kernels.chunk_attention(*rows_of_branches, none, jnp.int32(0), spec)
+        to_prompt = (
+            _apart(to_prompt[0], branches),
+            _apart(to_prompt[1][..., None], branches)[..., 0],
+        )
+        merged = (
+            self._with_sinks(merge([to_branch, to_prompt]))[0].astype(self.dtype).swapaxes(1, 2)
+        )
         merged = merged.reshape(batch, branches.total, *out.shape[2:])
-        if kept is None:
-            both = zip(pair, (k, v), strict=True)
-            kept = tuple(jnp.concatenate(parts, axis=2) for parts in both)
-        return self._prompt_result(x, jnp.concatenate([out, merged], axis=1)), kept
+        if row is None:
+            joined = zip(pair, (k, v), strict=True)
+            row = tuple(jnp.concatenate(parts, axis=2) for parts in joined)
+        return self._prompt_result(x, jnp.concatenate([out, merged], axis=1)), row
 
     def prefill_last(self, x: jax.Array, rows: Rows) -> tuple[jax.Array, Arrays]:
         """Attends with only the last token of a prompt x, [batch, token, hidden].
@@ -235,16 +242,16 @@ class SelfAttention(nn.Module):
         """
         last = jnp.int32(x.shape[1] - 1)
         query = self._asked(x[:, -1:], last, rows)
-        kept = self._kept(x, jnp.int32(0), rows)
+        row = self._kept(x, jnp.int32(0), rows)
         partial = self.kernels.decode_attention(
             query=query,
-            blocks=(sides(kept),),
+            blocks=(sides(row),),
             starts=jnp.zeros(1, jnp.int32),
             position=last + 1,
             first_valid=first_seen(last, rows.first_valid, self.spec.window),
             spec=self.spec,
         )
-        return self._result(x[:, -1:], self._with_sinks(partial)[0]), kept
+        return self._result(x[:, -1:], self._with_sinks(partial)[0]), row
 
     def join(
         self, x: jax.Array, query: jax.Array, new: Arrays, partials: list[Partial]
@@ -276,8 +283,8 @@ class SelfAttention(nn.Module):
         """
         lead = x.shape[1] - asked
         query = self._asked(x[:, lead:], start + lead, rows)
-        kept = self._kept(x, start, rows)
-        key, value = sides(kept)
+        row = self._kept(x, start, rows)
+        key, value = sides(row)
         itself = self.kernels.chunk_attention(
             query=query,
             key=key,
@@ -286,7 +293,7 @@ class SelfAttention(nn.Module):
             lead=jnp.int32(lead),
             spec=self.spec,
         )
-        return query, self._with_sinks(itself), kept
+        return query, self._with_sinks(itself), row
 
     def join_chunk(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """Returns [batch, token, hidden] from the tokens, x, and the result of their attention,

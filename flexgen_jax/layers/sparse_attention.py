@@ -93,9 +93,9 @@ def attend_ranked(
     weights = jnp.where(slots < counts[..., None], jnp.exp(ranked.scores - ranked.lse), 0)
     out = jnp.zeros((*ranked.lse.shape, values[0].shape[3]), jnp.float32)
     for start, length, group in _groups(values):
-        at = ranked.tokens - start
-        is_inside = (at >= 0) & (at < length)
-        gathered = _take(group, jnp.clip(at, 0, length - 1))
+        places = ranked.tokens - start
+        is_inside = (places >= 0) & (places < length)
+        gathered = _take(group, jnp.clip(places, 0, length - 1))
         out = out + weighted_sum(jnp.where(is_inside, weights, 0), gathered, tuning)
     return out, ranked.lse
 
@@ -118,8 +118,8 @@ def attend_top(
     """
     keys, values = zip(*blocks, strict=True)
     ranked = rank(query, keys, starts, position, first_valid, most, tuning, softcap)
-    each = jnp.broadcast_to(counts[:, None], query.shape[:2])
-    return attend_ranked(values, ranked, each, tuning)
+    per_head = jnp.broadcast_to(counts[:, None], query.shape[:2])
+    return attend_ranked(values, ranked, per_head, tuning)
 
 
 def _groups(values: Sequence[Kept]) -> Iterator[tuple[int, int, list[Kept]]]:
@@ -146,15 +146,15 @@ def _take(blocks: list[Kept], tokens: jax.Array) -> Kept:
     Tokens of quantized blocks stay quantized. Returns [batch, head, slot, head_dim].
     """
     batch, heads, slots = tokens.shape
-    at = tokens.reshape(batch, blocks[0].shape[1], -1, 1)  # by KV head
+    places = tokens.reshape(batch, blocks[0].shape[1], -1, 1)  # by KV head
 
     def gather(parts: Sequence[jax.Array]) -> jax.Array:
-        gathered = jnp.take_along_axis(jnp.concatenate(parts, axis=2), at, axis=2)
+        gathered = jnp.take_along_axis(jnp.concatenate(parts, axis=2), places, axis=2)
         return gathered.reshape(batch, heads, slots, gathered.shape[3])
 
     leaves = [gather(parts) for parts in zip(*map(jax.tree.leaves, blocks), strict=True)]
     if not isinstance(blocks[0], QuantizedArray):
         return leaves[0]
     shape = (*tokens.shape, blocks[0].shape[3])
-    kept: Kept = assemble(replace(blocks[0].storage, shape=shape), leaves)
-    return kept
+    array: Kept = assemble(replace(blocks[0].storage, shape=shape), leaves)
+    return array

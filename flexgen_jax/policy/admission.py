@@ -39,8 +39,8 @@ class Admission:
         numbers = numbers or [next(self._numbers) for _ in shapes]
         shared = shared or [()] * len(shapes)
         return [
-            running_batch(self.plan, number, shape, where, prefixes, are_prefixes)
-            for number, shape, where, prefixes in zip(numbers, shapes, homes, shared, strict=True)
+            running_batch(self.plan, number, shape, home, prefixes, are_prefixes)
+            for number, shape, home, prefixes in zip(numbers, shapes, homes, shared, strict=True)
         ]
 
 
@@ -65,7 +65,7 @@ def running_batch(
         is_prefix=is_prefix,
     )
     running.share(shared)
-    each = zip(plan.spec.decoders, homes.blocks, homes.replaced, strict=True)
+    layers = zip(plan.spec.decoders, homes.blocks, homes.replaced, strict=True)
     # A prefix's final recurrent state is the initial state of all its rows.
     running.layers = [
         LayerState(
@@ -75,7 +75,7 @@ def running_batch(
             "device" if is_prefix else of_replaced,
             ReplacedSlot(running, "cache"),
         )
-        for layer, of_blocks, of_replaced in each
+        for layer, of_blocks, of_replaced in layers
     ]
     running.left.extend(running.tokens)
     return running

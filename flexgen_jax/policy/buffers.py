@@ -84,9 +84,9 @@ class Ring:
 
     def _relieve(self, nbytes: int) -> None:
         """Frees `nbytes` bytes of unused buffers, if available."""
-        left = self._bytes - nbytes
+        remaining = self._bytes - nbytes
         for free in self._free.values():
-            self._shorten(free, 0, left)
+            self._shorten(free, 0, remaining)
 
     def _shorten(self, free: deque[tuple[int, Buffer]], count: int, least: int = 0) -> None:
         """Frees unused buffers until `count` remain, or until all have at least `least` bytes."""

@@ -98,9 +98,9 @@ class CacheBlocks:
         held = state.held(state.sealed)
         held_now = {"device": held["device"], "host": held["host"] + held["disk"], "disk": 0}
         for tier in TIERS:
-            more = held_now[tier] - state.reserved[tier]
-            self._reserve(state, tier, max(0, more))
-            self._release(state, tier, max(0, -more))
+            grown = held_now[tier] - state.reserved[tier]
+            self._reserve(state, tier, max(0, grown))
+            self._release(state, tier, max(0, -grown))
         on_disk = [n for n in range(state.sealed) if state.homes[n] == "disk"]
         if on_disk:
             self._write(state, on_disk, held["disk"])
@@ -116,15 +116,15 @@ class CacheBlocks:
     def put_prompt(self, token: int, state: LayerState, computed: Handle) -> None:
         """Stores the blocks of a prompt or chunk; after the last chunk, opens the first block of
         generated tokens."""
-        made = state.of_prompt(token)
-        self._reserve(state, "device", made.held["device"])
-        self._reserve(state, "host", made.held["host"] + made.held["disk"])
-        self._backend.keep(made, computed)
-        on_disk = [block for block in made.blocks if state.homes[block] == "disk"]
+        new_blocks = state.of_prompt(token)
+        self._reserve(state, "device", new_blocks.held["device"])
+        self._reserve(state, "host", new_blocks.held["host"] + new_blocks.held["disk"])
+        self._backend.keep(new_blocks, computed)
+        on_disk = [block for block in new_blocks.blocks if state.homes[block] == "disk"]
         if on_disk:
-            self._write(state, on_disk, made.held["disk"])
-        state.sealed += len(made.blocks)
-        state.tokens += sum(state.running.lengths[block] for block in made.blocks)
+            self._write(state, on_disk, new_blocks.held["disk"])
+        state.sealed += len(new_blocks.blocks)
+        state.tokens += sum(state.running.lengths[block] for block in new_blocks.blocks)
         state.full_at = state.tokens
         if token < 0:
             state.part = state.earlier(state.sealed)
@@ -236,9 +236,9 @@ class CacheBlocks:
         self._reserve(state, "disk", nbytes)
         state.write = (self._backend.write(SealedPart(state, blocks)), nbytes)
         self._writing[state] = None
-        for other in list(self._writing):
-            if other.write is not None and self._backend.is_done(other.write[0]):
-                self._finish(other)
+        for written in list(self._writing):
+            if written.write is not None and self._backend.is_done(written.write[0]):
+                self._finish(written)
         while len(self._writing) > PENDING_WRITES:
             self._finish(next(iter(self._writing)))
 

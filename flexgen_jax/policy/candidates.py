@@ -46,7 +46,7 @@ class Candidate:
 
 def policies(problem: Problem) -> Iterator[Policy]:
     """Yields policies whose fractions the linear program chooses."""
-    choices, wanted = problem.choices, problem.workload.num_sequences
+    choices, num_sequences = problem.choices, problem.workload.num_sequences
     variants = list(
         product(
             choices.weight_bits,
@@ -58,11 +58,15 @@ def policies(problem: Problem) -> Iterator[Policy]:
         )
     )
     sizes = set(BATCH_SIZES)
-    if wanted:
-        sizes = {min(size, wanted) for size in sizes}
-        sizes |= {ceil(wanted / n) for n in NUM_BATCHES if ceil(wanted / n) <= BATCH_SIZES[-1]}
+    if num_sequences:
+        sizes = {min(size, num_sequences) for size in sizes}
+        sizes |= {
+            ceil(num_sequences / n)
+            for n in NUM_BATCHES
+            if ceil(num_sequences / n) <= BATCH_SIZES[-1]
+        }
     for size, batches in product(sorted(sizes), NUM_BATCHES):
-        if wanted and size * (batches - 1) >= wanted:
+        if num_sequences and size * (batches - 1) >= num_sequences:
             continue
         for weight_bits, cache_bits, attention, sparsity, copies, guesses in variants:
             if guesses and (attention == "host" or sparsity < 1):
@@ -118,10 +122,10 @@ def solved(problem: Problem, policy: Policy) -> Candidate | None:
     if solution is None:
         return None
     workload, sequences = problem.of_block(policy), policy.batch_size * policy.num_batches
-    wanted = problem.workload.num_sequences or sequences
-    blocks = ceil(wanted / sequences)
-    rate = wanted * workload.typical.tokens_each / (blocks * solution.total_s)
-    return Candidate(policy, solution, min(sequences, wanted), rate)
+    num_sequences = problem.workload.num_sequences or sequences
+    blocks = ceil(num_sequences / sequences)
+    rate = num_sequences * workload.typical.tokens_each / (blocks * solution.total_s)
+    return Candidate(policy, solution, min(sequences, num_sequences), rate)
 
 
 def candidates(problem: Problem, near: Policy | None = None) -> list[Candidate]:
@@ -214,8 +218,8 @@ def _neighbours(problem: Problem, policy: Policy) -> Iterator[Policy]:
     for by_size, by_count in ((0.75, 1), (1.25, 1), (1.5, 1), (1, 0.75), (1, 1.5), (0.75, 1.5)):
         size = max(1, round(policy.batch_size * by_size))
         count = max(1, round(policy.num_batches * by_count))
-        wanted = problem.workload.num_sequences
-        if not wanted or size * (count - 1) < wanted:
+        num_sequences = problem.workload.num_sequences
+        if not num_sequences or size * (count - 1) < num_sequences:
             yield replace(policy, batch_size=size, num_batches=count)
 
 

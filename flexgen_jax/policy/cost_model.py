@@ -54,8 +54,12 @@ class LinearTerm:
 
 def fractions_of(policy: Policy) -> dict[str, float]:
     """Returns a policy's nine fractions by the paper's names."""
-    parts = (policy.weights, policy.cache, policy.activations)
-    values = [share for part in parts for share in (part.device, part.host, part.disk)]
+    placements = (policy.weights, policy.cache, policy.activations)
+    values = [
+        share
+        for placement in placements
+        for share in (placement.device, placement.host, placement.disk)
+    ]
     return dict(zip(FRACTIONS, values, strict=True))
 
 
@@ -184,8 +188,8 @@ def _shared_s(costs: Costs, workload: Workload, tokens: int) -> float:
     to the prefixes."""
     rows = costs.policy.batch_size * costs.policy.num_batches
     spans = max(workload.num_prefixes, costs.policy.num_batches)
-    asked, prefix = rows * tokens // spans, workload.prefix_len
-    return spans * costs.mean(lambda layer: costs.prefix_s(layer, asked, prefix))
+    queries, prefix = rows * tokens // spans, workload.prefix_len
+    return spans * costs.mean(lambda layer: costs.prefix_s(layer, queries, prefix))
 
 
 def _decode(costs: Costs, workload: Workload) -> Work:
@@ -207,7 +211,7 @@ def _decode(costs: Costs, workload: Workload) -> Work:
     query = batches * mean(lambda layer: costs.query_bytes(layer, rows))
     copied, read = _weights(costs, False)
     size = policy.kv_block_tokens
-    asked = LinearTerm(AWAY_C) * (query if policy.values_stay else 0)
+    query_copies = LinearTerm(AWAY_C) * (query if policy.values_stay else 0)
     on_device = batches * mean(lambda layer: costs.device_attention_s(layer, rows, before))
     moved = batches * mean(
         lambda layer: share(layer) * costs.device_attention_s(layer, rows, before)
@@ -220,23 +224,23 @@ def _decode(costs: Costs, workload: Workload) -> Work:
         "host_to_device": copied
         + LinearTerm(AWAY_H) * hidden
         + LinearTerm(AWAY_C) * (moves + state)
-        + asked * 2,
+        + query_copies * 2,
         "device_to_host": LinearTerm(AWAY_H) * hidden
         + LinearTerm(AWAY_C) * (token + state)
-        + asked,
+        + query_copies,
         "disk_read": read + LinearTerm({"cd": state}),
         "disk_write": LinearTerm({"cd": sealed + state}),
     }
     chunks = costs.chunks(workload.prompt_len, workload.scores_prompts)
     prompt = chunks if len(chunks) > 1 else prompt_blocks(workload.prompt_len, size)
-    new = generated_blocks(workload.gen_len, size)
-    half = workload.gen_len / 2 / max(sum(new), 1)
+    generated = generated_blocks(workload.gen_len, size)
+    half = workload.gen_len / 2 / max(sum(generated), 1)
     cached = mean(lambda layer: costs.kv_read_s(layer, rows, prompt))
-    cached += half * mean(lambda layer: costs.kv_read_s(layer, rows, new))
+    cached += half * mean(lambda layer: costs.kv_read_s(layer, rows, generated))
     if workload.prefix_len:
         shared = prompt_chunks(workload.prefix_len, policy.prefill_chunk)
-        each = mean(lambda layer: costs.kv_read_s(layer, 1, shared))
-        cached += workload.num_prefixes * each / batches
+        prefix_read_s = mean(lambda layer: costs.kv_read_s(layer, 1, shared))
+        cached += workload.num_prefixes * prefix_read_s / batches
     products = mean(lambda layer: costs.linear_s(layer, rows * tokens))
     fixed = batches * (products + hw.step_s + (hw.split_s if policy.values_stay else 0))
     if workload.prefix_len:

@@ -137,8 +137,8 @@ class Costs(ModelBytes):
         self._ends = hw.linear[policy.weight_bits]
         self._device = hw.device_attention[policy.cache_bits]
         self._host = hw.host_attention[policy.cache_bits]
-        kept = policy.attention_sparsity
-        self._read_share = (1 + kept) / 2  # all keys are read, and the values attended to
+        sparsity = policy.attention_sparsity
+        self._read_share = (1 + sparsity) / 2  # all keys are read, and the values attended to
 
     @property
     def tokens_a_pass(self) -> float:
@@ -170,8 +170,8 @@ class Costs(ModelBytes):
         if layer.experts is None:
             return 0.0
         routed = 2.0 * rows * layer.experts.top * layer.expert_size
-        each = rows * layer.experts.top / self.setting.experts.chosen(layer, rows)
-        return self._linear.seconds(routed, each)
+        rows_per_expert = rows * layer.experts.top / self.setting.experts.chosen(layer, rows)
+        return self._linear.seconds(routed, rows_per_expert)
 
     def unpack_s(self, layer: LayerSpec) -> float:
         """Seconds of unpacking a decoder layer's weights for all batches of a visit; 0 if each
@@ -200,9 +200,9 @@ class Costs(ModelBytes):
         """
         if only_last and layer.attends:
             group = self.setting.sizes.prefill_sequences(rows, tokens, self.policy.weight_bits)
-            rest = rows / group * self.linear_s(layer, group)  # by groups, as all of a prefill
-            kept = layer.kept_share
-            seconds = kept * self.linear_s(layer, rows * tokens) + (1 - kept) * rest
+            linear_s = rows / group * self.linear_s(layer, group)  # by groups, as all of a prefill
+            share = layer.kept_share
+            seconds = share * self.linear_s(layer, rows * tokens) + (1 - share) * linear_s
             attention = self.hw.device_attention[16]
             seconds += attention.seconds(self.kv_elements(layer, rows, tokens))
         else:

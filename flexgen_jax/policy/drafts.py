@@ -44,14 +44,14 @@ def _together(accepted: float, guesses: int, rows: int) -> float:
     """Returns how many tokens a pass finds where the rows of a batch go on together: each row has
     at most 2 `guesses` + 1 tokens in a pass, and all rows are cached up to the slowest row's known
     tokens."""
-    draw, most = random.Random(0), 2 * guesses + 1  # noqa: S311
-    known, total = [1] * rows, 0
+    draw, largest = random.Random(0), 2 * guesses + 1  # noqa: S311
+    counts, total = [1] * rows, 0
     for _ in range(PASSES):
-        cached = min(known)
+        cached = min(counts)
         total += cached
-        for row, count in enumerate(known):
-            right, room = 0, min(guesses, most - count)
+        for row, count in enumerate(counts):
+            right, room = 0, min(guesses, largest - count)
             while right < room and draw.random() < accepted:
                 right += 1
-            known[row] = count - cached + 1 + right
+            counts[row] = count - cached + 1 + right
     return total / PASSES

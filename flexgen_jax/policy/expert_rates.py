@@ -34,8 +34,8 @@ class ExpertRates:
 
             counts {1: (6, 2), 2: (1, 7)}, top 1  ->  shares (0.8125, 0.1875)
         """
-        layers = [sorted(chosen, reverse=True) for chosen in counts.values()]
-        shares = [[top * count / sum(chosen) for count in chosen] for chosen in layers]
+        layers = [sorted(uses, reverse=True) for uses in counts.values()]
+        shares = [[top * count / sum(uses) for count in uses] for uses in layers]
         return cls(tuple(sum(alike) / len(layers) for alike in zip(*shares, strict=True)))
 
     def chosen(self, layer: LayerSpec, rows: float) -> float:

@@ -224,12 +224,12 @@ class HardwareProfile:
         same of runs that were bound by computing, relative to `linear`.
         """
         low, high = self.disk_range
-        known = replace(self, disk_range=(min(low, *disk, 1.0), max(high, *disk, 1.0)))
+        corrected = replace(self, disk_range=(min(low, *disk, 1.0), max(high, *disk, 1.0)))
         if products:
             speed = median(products[-LATEST:])
             linear = {bits: rate.scaled(speed) for bits, rate in self.linear.items()}
-            known = replace(known, linear=linear)
-        return known.with_disk(median([1.0, *disk[-LATEST:]]))
+            corrected = replace(corrected, linear=linear)
+        return corrected.with_disk(median([1.0, *disk[-LATEST:]]))
 
     def disk_rate_seen(self, reads: Sequence[DiskReads], busy_s: float) -> float:
         """Returns how fast a run's direct reads were, relative to `disk_read`.
@@ -259,8 +259,8 @@ class HardwareProfile:
     def spread(self) -> float:
         """Returns the median of the spreads of all rates; 0 if nothing was measured."""
         ratios: list[float] = []
-        for part in fields(self):
-            value = getattr(self, part.name)
+        for member in fields(self):
+            value = getattr(self, member.name)
             for rate in value.values() if isinstance(value, Mapping) else (value,):
                 ratios += rate.spread if isinstance(rate, Rate) else ()
         return median(ratios) if ratios else 0.0
@@ -282,14 +282,14 @@ class HardwareProfile:
                 f"it has version {raw.get('version')!r} instead of {PROFILE_VERSION}; run "
                 "`flexgen-jax profile` again"
             )
-        names = [part.name for part in fields(cls)]
+        names = [field.name for field in fields(cls)]
         missing = [name for name in names if name not in raw]
         unknown = sorted(set(raw) - {*names, "version"})
         if missing or unknown:
             raise ProfileError(f"field {(missing + unknown)[0]!r} is missing or unknown")
         try:
             return cls(
-                **{part.name: _parse(str(part.type), raw[part.name]) for part in fields(cls)}
+                **{field.name: _parse(str(field.type), raw[field.name]) for field in fields(cls)}
             )
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise ProfileError(f"cannot be read: {error}") from None
@@ -301,8 +301,8 @@ def _parse(kind: str, value: Any) -> Any:
         points = tuple((float(size), float(rate)) for size, rate in value["points"])
         return Rate(points, tuple(float(x) for x in value["spread"]))
     if kind == "KernelSizes":
-        known = asdict(KernelSizes())
-        return KernelSizes(**{name: type(known[name])(size) for name, size in value.items()})
+        defaults = asdict(KernelSizes())
+        return KernelSizes(**{name: type(defaults[name])(size) for name, size in value.items()})
     if kind == "dict[int, Rate]":
         return {int(bits): _parse("Rate", rate) for bits, rate in value.items()}
     if kind == "tuple[float, float]":

@@ -42,14 +42,14 @@ class Ledger:
         room = self.room(tier)
         if room is not None and nbytes > room:
             self._relief[tier][1](nbytes - room)
-        used = self._used[tier] + nbytes
+        total = self._used[tier] + nbytes
         budget = self._budgets.get(tier)
-        if budget is not None and used > budget:
+        if budget is not None and total > budget:
             raise BudgetError(
-                f"{tier} memory: {used} bytes are needed, but {budget_flag(tier)} allows {budget}"
+                f"{tier} memory: {total} bytes are needed, but {budget_flag(tier)} allows {budget}"
             )
-        self._used[tier] = used
-        self._peak[tier] = max(self._peak[tier], used)
+        self._used[tier] = total
+        self._peak[tier] = max(self._peak[tier], total)
 
     def release(self, tier: Tier, nbytes: int) -> None:
         self._used[tier] -= nbytes

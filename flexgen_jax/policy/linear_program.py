@@ -40,11 +40,11 @@ def memory_terms(costs: Costs, workload: Workload) -> dict[Tier, LinearTerm]:
     rows, batches = policy.batch_size, policy.num_batches
     ahead = Ahead.of(policy)
     prompt, cached = workload.prompt_len, workload.prompt_len + max(workload.gen_len - 1, 0)
-    weights, small = _weight_bytes(costs.setting.config, costs.formats)
+    weights, small_weights = _weight_bytes(costs.setting.config, costs.formats)
     # Of the largest layers, if not of all: those with experts among dense ones.
     layer = max(costs.layer_bytes(layer) for layer, _ in costs.spec.decoder_kinds)
     ends = costs.end_bytes()
-    chunk, *others = sorted(costs.chunks(prompt, workload.scores_prompts), reverse=True)
+    chunk, *other_chunks = sorted(costs.chunks(prompt, workload.scores_prompts), reverse=True)
     kv_chunk = costs.mean(lambda layer: costs.kv_bytes(layer, rows, chunk))
     kv_layer = 0.0
     if workload.gen_len > 1:
@@ -54,7 +54,7 @@ def memory_terms(costs: Costs, workload: Workload) -> dict[Tier, LinearTerm]:
     cache = (kv_layer * batches + kv_prefix * workload.num_prefixes) * layers
     hidden = costs.hidden_bytes(rows, chunk)
     home = {
-        "g": LinearTerm({"wg": weights, "cg": cache, "hg": hidden * batches}, small),
+        "g": LinearTerm({"wg": weights, "cg": cache, "hg": hidden * batches}, small_weights),
         "c": LinearTerm({"wc": weights, "cc": cache, "hc": hidden * batches}),
         "d": LinearTerm({"wd": weights, "cd": cache, "hd": hidden * batches}),
     }
@@ -68,7 +68,7 @@ def memory_terms(costs: Costs, workload: Workload) -> dict[Tier, LinearTerm]:
         tokens=max(chunk, policy.pass_tokens),
         head=workload.head,
         unpacks=costs.unpacks,
-        is_chunked=bool(others),
+        is_chunked=bool(other_chunks),
         prefix=workload.prefix_len,
         pass_tokens=policy.pass_tokens,
     )
@@ -95,7 +95,7 @@ def memory_terms(costs: Costs, workload: Workload) -> dict[Tier, LinearTerm]:
     if policy.cache_bits < 16:
         device, host = device + LinearTerm({"cg": tail}), host + LinearTerm({"cc": tail})
     if not unified:
-        moved_share = 1.0 if others else policy.moved_share
+        moved_share = 1.0 if other_chunks else policy.moved_share
         copies = (ahead.cache_copies + 1) * moved_share * kv_layer
         window = (ahead.weight_copies + 1) * max(layer, ends - layer)
         device = device + LinearTerm(
@@ -161,7 +161,7 @@ def solve(
         objective,
         A_ub=rows,
         b_ub=bounds,
-        A_eq=[[float(name[0] == part) for name in names] for part in "wch"],
+        A_eq=[[float(name[0] == kind) for name in names] for kind in "wch"],
         b_eq=[1.0, 1.0, 1.0],
         bounds=[(0, 1)] * 9 + [(0, None)] * 2,
         method="highs",

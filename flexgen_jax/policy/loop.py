@@ -177,9 +177,9 @@ class BlockLoop:
             self._shrink(step)
             if not step.batch.is_going:
                 return
-        begun = self._backend.begin(step, self._tokens.get(step.token, 1))
+        begun_step = self._backend.begin(step, self._tokens.get(step.token, 1))
         if begins_pass:
-            step.batch.passes.begin(step.token, begun, step.batch.lengths)
+            step.batch.passes.begin(step.token, begun_step, step.batch.lengths)
         if not step.batch.is_going:
             self._enter(step)
         moves = not self._plan.is_resident
@@ -215,7 +215,9 @@ class BlockLoop:
         """Admits the batch of its first step."""
         if not self._dispatched and not self._plan.is_resident:
             self._visits.read_ahead(-1)
-        stored = [other for other in step.batch.prefixes if other.is_stored and not other.is_going]
+        stored = [
+            prefix for prefix in step.batch.prefixes if prefix.is_stored and not prefix.is_going
+        ]
         for running in (*stored, step.batch):
             self._replaced.enter(running)
             self._cache.enter(running, self._going)
@@ -350,10 +352,10 @@ class BlockLoop:
 
     def _close(self) -> None:
         """Releases everything, also after an error or Ctrl-C, and even if a release fails."""
-        with ExitStack() as parts:
-            parts.callback(self._ring.close)
+        with ExitStack() as stack:
+            stack.callback(self._ring.close)
             for running in self._going:
-                parts.callback(running.close)
+                stack.callback(running.close)
             for loads in (self._loader, self._prefetch, self._visits):
-                parts.callback(loads.close)
+                stack.callback(loads.close)
         self._going.clear()

@@ -106,8 +106,8 @@ def _packed(others: Rate, bits: int, read: float, issued: float, cost: Instructi
 
     def rate(rows: float) -> float:
         by_rows = cost.weight + cost.row * rows
-        taken = by_rows if rows <= FEW_ROWS else cost.tiled
-        weights = min(8 * read / (bits + GROUP_BITS), issued / taken)
+        at_rate = by_rows if rows <= FEW_ROWS else cost.tiled
+        weights = min(8 * read / (bits + GROUP_BITS), issued / at_rate)
         return max(2 * rows * weights, others.at(rows))
 
     return Rate(tuple((n, rate(n) if n <= PACKED_ROWS else other) for n, other in others.points))
@@ -272,8 +272,8 @@ def read_profile(name: str | Path) -> HardwareProfile:
         return known_machine(str(name))
     path = Path(name).expanduser()
     if not path.exists():
-        known = ", ".join(sorted(MACHINES))
-        raise ProfileError(f"hardware {name} is neither a file nor a known machine: {known}")
+        names = ", ".join(sorted(MACHINES))
+        raise ProfileError(f"hardware {name} is neither a file nor a known machine: {names}")
     try:
         return HardwareProfile.from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:

@@ -150,23 +150,23 @@ def _late_rows(plan: BlockPlan) -> set[int]:
     prompts load all experts while the other rows, which hold most, load few.
     """
     sizes, policy = plan.shape.batch_sizes, plan.policy
-    rows, found = sum(sizes), set[int]()
+    rows, row_counts = sum(sizes), set[int]()
     if len(sizes) == 1 and rows > 1:
-        found.add(rows_beside(rows - 1))
+        row_counts.add(rows_beside(rows - 1))
     rates, tokens = plan.setting.experts, rows * policy.pass_tokens
     if any(rates.few_are_chosen(layer, tokens) for layer in plan.spec.decoders):
         unused = policy.batch_size * policy.num_batches - rows
-        found.add(max(1, policy.batch_size // FEWEST - unused))
-    return {number for number in found if number < sizes[-1]}
+        row_counts.add(max(1, policy.batch_size // FEWEST - unused))
+    return {number for number in row_counts if number < sizes[-1]}
 
 
 def _rounding_of(plan: BlockPlan, prefixes: Sequence[Running]) -> dict[Tier, int]:
     """Returns bytes to allow for prefixes, which enter apart: one of its blocks or states each,
     where a tier has a part of the cache. A prefix that extends another also copies the other's
     state of this and the next layer to the device."""
-    kept = [_largest_kept(running) for running in prefixes]
-    parts = [tier for tier in TIERS if 0 < plan.policy.cache.fraction(tier) < 1]
-    allowed = dict.fromkeys(parts, sum(kept))
+    largest = [_largest_kept(running) for running in prefixes]
+    divided_tiers = [tier for tier in TIERS if 0 < plan.policy.cache.fraction(tier) < 1]
+    allowed = dict.fromkeys(divided_tiers, sum(largest))
     if len(prefixes) > 1 and not plan.unified:
         states = prefixes[0].layers
         copied = max(sum(sizes.sealed for sizes in state.sizes) for state in states)
@@ -231,18 +231,18 @@ def _telling_tokens(
         return sorted(ends | {max(last - 1, 0)}), {}
     largest = max(_first_open(state) for running in batches for state in running.layers)
     slack = (PENDING_WRITES + 3) * largest
-    chosen, allowed = {seals[-1]}, dict[Tier, int]()
+    tokens, allowed = {seals[-1]}, dict[Tier, int]()
     for tier, held in _held_between(batches, len(seals)).items():
         sums = [max(pair) for pair in pairwise(held)]
         least = max(1, max(sums) - slack)
-        near = [n for n, nbytes in enumerate(sums[:-1]) if nbytes >= least]
-        chosen |= {seals[n] for n in near}
+        close_to_peak = [n for n, nbytes in enumerate(sums[:-1]) if nbytes >= least]
+        tokens |= {seals[n] for n in close_to_peak}
         allowed[tier] = _hidden_bytes(plan)
         allowed[tier] += largest if max(sums) or not plan.unified else 0
-        allowed[tier] += 3 * largest + max(sums) - sums[-1] if near else 0
+        allowed[tier] += 3 * largest + max(sums) - sums[-1] if close_to_peak else 0
     if plan.policy.cache.disk:
         return sorted(ends | {seals[-1] - 1, seals[-1]}), allowed
-    return sorted(ends | {last - 1} | chosen | {token - 1 for token in chosen}), {}
+    return sorted(ends | {last - 1} | tokens | {token - 1 for token in tokens}), {}
 
 
 def _hidden_bytes(plan: BlockPlan) -> int:
@@ -301,8 +301,8 @@ def run_workspace(plan: BlockPlan) -> int:
     nbytes = _temporaries(plan)
     if plan.policy.draft_tokens:
         shape = plan.shape
-        each = (shape.prefix + tokens + shape.gen_len for tokens in shape.prompt_lens)
-        nbytes += plan.setting.drafts.held(sum(map(mul, shape.batch_sizes, each)))
+        lengths = (shape.prefix + tokens + shape.gen_len for tokens in shape.prompt_lens)
+        nbytes += plan.setting.drafts.held(sum(map(mul, shape.batch_sizes, lengths)))
     return nbytes
 
 
@@ -378,13 +378,13 @@ def _chunk_bytes(layer: LayerSpec, formats: Formats, rows: int, tokens: int, pre
     partial results of all sequences, and keys and values of an earlier chunk and of the prefix in
     the dtype."""
     item = DTYPES[formats.dtype]
-    kept = layer.row_size * item
+    row_bytes = layer.row_size * item
     if not layer.attends:  # it computes a chunk as it does a whole prompt
-        return rows * tokens * kept
+        return rows * tokens * row_bytes
     attention = layer.attention
     partial = attention.query_size * 4 + attention.num_heads * 4
-    each = attention.query_size * item + (3 if prefix else 2) * partial + kept
-    return rows * tokens * each + prefix * kept
+    per_token = attention.query_size * item + (3 if prefix else 2) * partial + row_bytes
+    return rows * tokens * per_token + prefix * row_bytes
 
 
 def _expert_bytes(
@@ -417,14 +417,16 @@ def _prefill_bytes(
         mixing += count * attention.prompt_size * 4 + 2 * heads * tokens * tokens * 4
     else:
         mixing += 2 * rows * layer.state_bytes(formats.dtype)
-    kept = spec.hidden_size * (4 + 3 * item) + layer.row_size * item
-    prefill = max(mlp, mixing) + count * kept
+    per_token = spec.hidden_size * (4 + 3 * item) + layer.row_size * item
+    prefill = max(mlp, mixing) + count * per_token
     # Hidden states, keys and values of finished groups, twice if they have to be joined, and the
     # keys and values of the previous step, which are passed on while this one runs.
     if group < rows:
-        made, new = spec.hidden_size, layer.row_size
-        parts = made + 2 * new if rows % group == 0 else 2 * (made + new) + new
-        prefill += rows * tokens * parts * item
+        produced, row_size = spec.hidden_size, layer.row_size
+        products = (
+            produced + 2 * row_size if rows % group == 0 else 2 * (produced + row_size) + row_size
+        )
+        prefill += rows * tokens * products * item
     return prefill
 
 

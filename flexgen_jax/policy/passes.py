@@ -63,7 +63,7 @@ class Passes:
     def begin(self, token: int, begun: Begun, lengths: Sequence[int]) -> None:
         """Begins a pass, whose known tokens are cached as far as the open KV block has room;
         lengths: of all KV blocks."""
-        start, known = self.span(token, begun.computed).start, begun.known
-        room = next((x for total in accumulate(lengths) if (x := total - start) > 0), known)
+        start, num_known = self.span(token, begun.computed).start, begun.known
+        room = next((x for total in accumulate(lengths) if (x := total - start) > 0), num_known)
         self._token, self._start, self._computed = token, start, begun.computed
-        self.cached = min(known, room)
+        self.cached = min(num_known, room)

@@ -46,7 +46,10 @@ def realised(sizes: Sequence[int], tiers: Sequence[Tier]) -> dict[Tier, float]:
     """Returns the fraction of the bytes that each tier got."""
     total = sum(sizes) or 1
     return {
-        tier: sum(size for size, at in zip(sizes, tiers, strict=True) if at == tier) / total
+        tier: sum(
+            size for size, placed_tier in zip(sizes, tiers, strict=True) if placed_tier == tier
+        )
+        / total
         for tier in TIERS
     }
 
@@ -76,12 +79,15 @@ def in_order(placement: Placement, sizes: Sequence[int]) -> list[Placement]:
     With 30 % on the device and 50 % on the host, of groups of 400 and 600 bytes the first has 300
     bytes on the device and 100 on the host, the second 400 on the host and 200 on disk.
     """
-    left = {tier: placement.fraction(tier) * sum(sizes) for tier in ("device", "host")}
+    remaining = {tier: placement.fraction(tier) * sum(sizes) for tier in ("device", "host")}
     placements = []
     for size in sizes:
-        device = min(left["device"], size)
-        host = min(left["host"], size - device)
-        left["device"], left["host"] = left["device"] - device, left["host"] - host
+        device = min(remaining["device"], size)
+        host = min(remaining["host"], size - device)
+        remaining["device"], remaining["host"] = (
+            remaining["device"] - device,
+            remaining["host"] - host,
+        )
         on_device = min(1.0, device / (size or 1))
         placements.append(Placement(on_device, min(1.0 - on_device, host / (size or 1))))
     return placements
@@ -107,8 +113,8 @@ def page_cached(
         if tiers[tensor.key] == "disk"
     }
     share = min(1.0, max(0, spare - PROGRAM_PAGES) / (sum(large.values()) or 1))
-    chosen = split(large.values(), Placement(device=0.0, host=share))
-    return frozenset(key for key, tier in zip(large, chosen, strict=True) if tier == "host")
+    cached = split(large.values(), Placement(device=0.0, host=share))
+    return frozenset(key for key, tier in zip(large, cached, strict=True) if tier == "host")
 
 
 class Homes(NamedTuple):

@@ -203,9 +203,9 @@ class Policy:
             "attention": ATTENTIONS,
             "weight_format": WEIGHT_FORMATS,
         }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise PolicyError(f"{name} must be one of {known}, not {getattr(self, name)!r}")
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise PolicyError(f"{name} must be one of {allowed}, not {getattr(self, name)!r}")
         fraction = self.attention_sparsity
         if isinstance(fraction, bool) or not isinstance(fraction, int | float):
             raise PolicyError(f"attention_sparsity must be a number, not {fraction!r}")
@@ -300,7 +300,7 @@ class Policy:
 
     @property
     def uses_disk(self) -> bool:
-        return any(part.disk > 0 for part in (self.weights, self.cache, self.activations))
+        return any(placement.disk > 0 for placement in (self.weights, self.cache, self.activations))
 
     @property
     def is_sparse(self) -> bool:
@@ -317,8 +317,12 @@ class Policy:
     @property
     def percent(self) -> tuple[float, ...]:
         """The six percentages that `from_percent` takes."""
-        parts = (self.weights, self.cache, self.activations)
-        return tuple(round(100 * x, 4) for part in parts for x in (part.device, part.host))
+        placements = (self.weights, self.cache, self.activations)
+        return tuple(
+            round(100 * x, 4)
+            for placement in placements
+            for x in (placement.device, placement.host)
+        )
 
     @property
     def in_words(self) -> str:
@@ -347,10 +351,10 @@ class Policy:
             raise PolicyError("a policy must be a JSON object")
         if isinstance(raw.get("policy"), Mapping):
             raw = raw["policy"]
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(raw) - known)
+        names = {field.name for field in fields(cls)}
+        unknown = sorted(set(raw) - names)
         if unknown:
-            raise PolicyError(f"unknown field {unknown[0]!r}; known fields: {sorted(known)}")
+            raise PolicyError(f"unknown field {unknown[0]!r}; known fields: {sorted(names)}")
         try:
             placements = {
                 name: Placement(**raw[name])
@@ -391,8 +395,8 @@ class Ahead:
 def cut(tokens: int, size: int) -> tuple[int, ...]:
     """Cuts `tokens` into pieces of `size`; the last block is shorter if the division has a
     remainder."""
-    whole, rest = divmod(tokens, size)
-    return (size,) * whole + ((rest,) if rest else ())
+    whole, remainder = divmod(tokens, size)
+    return (size,) * whole + ((remainder,) if remainder else ())
 
 
 def prompt_chunks(prompt_len: int, prefill_chunk: int) -> tuple[int, ...]:
@@ -409,10 +413,10 @@ def prompt_blocks(prompt_len: int, kv_block_tokens: int) -> tuple[int, ...]:
 def growing_blocks(gen_len: int, kv_block_tokens: int) -> tuple[int, ...]:
     """Returns the token counts of the KV blocks of generated tokens where each is as long as all
     before it together, so that long texts need few programs."""
-    blocks, left = list[int](), max(gen_len - 1, 0)
-    while left:
-        blocks.append(min(left, max(kv_block_tokens, sum(blocks))))
-        left -= blocks[-1]
+    blocks, remaining = list[int](), max(gen_len - 1, 0)
+    while remaining:
+        blocks.append(min(remaining, max(kv_block_tokens, sum(blocks))))
+        remaining -= blocks[-1]
     return tuple(blocks)
 
 

@@ -109,8 +109,8 @@ class Prefetch:
             for later in self._ahead.counted(ahead.cache_reads):
                 if later in self._cached or not self._is_cached(later):
                     continue
-                part = state_of(later).part
-                if part is None or not self._ring.has_room(part.layouts):
+                weights = state_of(later).part
+                if weights is None or not self._ring.has_room(weights.layouts):
                     break  # until other buffers are free: batches of other shapes have theirs
                 self._cached.prefetch(later)
         for later in self._ahead.steps(ahead.hidden_reads):
@@ -140,14 +140,14 @@ class Prefetch:
     def take_early(self, step: Step) -> tuple[Step, Handle] | None:
         """Returns the next batch's step and input, if its query can be computed while the CPU
         attends for this one."""
-        part = state_of(step).part
-        if part is None or not part.asks_host or not self._plan.policy.overlap:
+        weights = state_of(step).part
+        if weights is None or not weights.asks_host or not self._plan.policy.overlap:
             return None
         later = self._ahead.following()
         if later is None or later.visit != step.visit or later.token <= 0:
             return None
-        part = state_of(later).part
-        if part is None or not part.asks_host or not self.is_waiting(later):
+        weights = state_of(later).part
+        if weights is None or not weights.asks_host or not self.is_waiting(later):
             return None
         return later, self.take_hidden(later)
 

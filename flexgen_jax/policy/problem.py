@@ -37,13 +37,13 @@ class Choices:
         than the policy's, or none.
         """
         guesses = policy.draft_tokens
-        most, chunk = policy.kv_block_tokens, policy.prefill_chunk
+        block_tokens, chunk = policy.kv_block_tokens, policy.prefill_chunk
         return cls(
             weight_bits=(policy.weight_bits,),
             cache_bits=(policy.cache_bits,),
             attentions=cls.attentions if policy.attention == "auto" else (policy.attention,),
             sparsities=(policy.attention_sparsity,),
-            kv_block_tokens=tuple(most >> n for n in range(4) if most >> n),
+            kv_block_tokens=tuple(block_tokens >> n for n in range(4) if block_tokens >> n),
             prefill_chunks=tuple(chunk >> n for n in (0, 2, 4) if chunk >> n),
             draft_tokens=tuple(dict.fromkeys((0, -(-guesses // 2), guesses))),
         )

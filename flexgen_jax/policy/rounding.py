@@ -68,13 +68,13 @@ def fitted(
 
 def rounded(policy: Policy, solution: Solution) -> Policy:
     """Returns the policy with a solution's fractions in whole grains, rounded to slower tiers."""
-    parts: dict[str, Any] = {}
+    placements: dict[str, Any] = {}
     for name, letter in (("weights", "w"), ("cache", "c"), ("activations", "h")):
         shares = solution.fractions
         device = floor(shares[letter + "g"] * GRAIN + 1e-3) / GRAIN
         host = floor((shares[letter + "g"] + shares[letter + "c"]) * GRAIN + 1e-3) / GRAIN
-        parts[name] = Placement(device, round(host - device, 6))
-    return replace(policy, **parts)
+        placements[name] = Placement(device, round(host - device, 6))
+    return replace(policy, **placements)
 
 
 def reduced(budgets: Budgets, asked: Budgets, needed: dict[Tier, int]) -> Budgets:

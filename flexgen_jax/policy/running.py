@@ -160,7 +160,7 @@ class LayerState:
     def _decoding_parts(self) -> list[CachedPart]:
         """Returns the parts by the number of sealed blocks, from the time when all of the prompt's
         blocks are."""
-        parts: list[CachedPart] = []
+        cached_parts: list[CachedPart] = []
         layouts: list[Layout] = []
         number = copied = 0
         asks_host = False
@@ -169,12 +169,12 @@ class LayerState:
             asks_host = asks_host or self.stays_on_host(number)
             if number >= len(self.running.blocks.prompt):
                 opened = copied + (sizes.open_moves if is_away else 0)
-                parts.append(CachedPart(self, number, tuple(layouts), opened, asks_host))
+                cached_parts.append(CachedPart(self, number, tuple(layouts), opened, asks_host))
             copied += sizes.sealed_moves if is_away else 0
             if home == "disk":
                 layouts.append(sizes.layout)
-        parts.append(CachedPart(self, number + 1, tuple(layouts), copied, asks_host))
-        return parts
+        cached_parts.append(CachedPart(self, number + 1, tuple(layouts), copied, asks_host))
+        return cached_parts
 
     def earlier(self, sealed: int) -> CachedPart:
         """Returns the blocks for the next chunk of the prompt, `sealed` from those before it."""
@@ -184,17 +184,17 @@ class LayerState:
 
     def _prompt_parts(self) -> list[CachedPart]:
         """Returns the parts by the number of sealed blocks, for the chunks of the prompt."""
-        parts = [CachedPart(self, 0, (), 0, asks_host=False, is_prompt=True)]
+        cached_parts = [CachedPart(self, 0, (), 0, asks_host=False, is_prompt=True)]
         layouts: list[Layout] = []
         copied, unified = 0, self.running.plan.unified
         for block in range(len(self.running.blocks.prompt)):
             home, sizes = self.homes[block], self.sizes[block]
             copied += sizes.sealed if home != "device" and not unified else 0
             layouts += [sizes.layout] if home == "disk" else []
-            parts.append(
+            cached_parts.append(
                 CachedPart(self, block + 1, tuple(layouts), copied, asks_host=False, is_prompt=True)
             )
-        return parts
+        return cached_parts
 
     def held(self, sealed: int) -> dict[Tier, int]:
         """Returns the bytes of the blocks by home, with `sealed` sealed blocks and an open one,
@@ -227,11 +227,11 @@ class LayerState:
         lengths = self.running.lengths
         starts = (0, *accumulate(lengths))
         blocks = [n for n in range(sealed + 1) if n < len(lengths)]
-        chosen = [block for block in blocks if self.stays_on_host(block) == on_host]
+        matching = [block for block in blocks if self.stays_on_host(block) == on_host]
         return BlocksAt(
-            lengths=tuple(lengths[block] for block in chosen if block < sealed),
-            tail=lengths[sealed] if sealed in chosen else 0,
-            starts=tuple(starts[block] for block in chosen),
+            lengths=tuple(lengths[block] for block in matching if block < sealed),
+            tail=lengths[sealed] if sealed in matching else 0,
+            starts=tuple(starts[block] for block in matching),
         )
 
     def may_overwrite(self, token: int) -> bool:

@@ -61,13 +61,13 @@ def _evaluated(problem: Problem, placed: Placed) -> Plan:
     typical = plan if shape == plan.shape else costs.plan(shape)
     block = simulate(costs, typical, cached, sample)
     sequences = sum(batches)
-    wanted = problem.workload.num_sequences or sequences
-    count, left = divmod(wanted, sequences)
+    num_sequences = problem.workload.num_sequences or sequences
+    count, remainder = divmod(num_sequences, sequences)
     blocks = [block] * count
-    if left:  # the last batch group moves the same weights
-        last = BlockShape.of(policy, replace(work, num_sequences=left))
+    if remainder:  # the last batch group moves the same weights
+        last = BlockShape.of(policy, replace(work, num_sequences=remainder))
         blocks.append(simulate(costs, costs.plan(last), cached, sample))
-    return _plan(problem, policy, sequences, wanted, needed, blocks)
+    return _plan(problem, policy, sequences, num_sequences, needed, blocks)
 
 
 def _plan(
@@ -127,20 +127,30 @@ def _search(problem: Problem) -> list[Plan]:
     at each of these rates. The plan with the best geometric mean of throughputs comes first.
     """
     low, high = problem.hw.disk_range
-    others = [
+    slower_problems = [
         replace(problem, hw=problem.hw.with_disk(factor))
         for factor in (max(low, 1 / FASTER), min(high, FASTER))
         if abs(factor - 1) > STEADY
     ]
-    if not others:
+    if not slower_problems:
         return _search_once(problem)
     plans = {plan.policy: plan for plan in _search_once(problem)}
-    for policy in [plan.policy for other in others for plan in _search_once(other)[:1]]:
+    for policy in [
+        plan.policy
+        for slower_problem in slower_problems
+        for plan in _search_once(slower_problem)[:1]
+    ]:
         if policy not in plans:
             plans[policy] = evaluate(problem, policy)
     scores = {
         policy: geometric_mean(
-            [plan.throughput, *(evaluate(other, policy).throughput for other in others)]
+            [
+                plan.throughput,
+                *(
+                    evaluate(slower_problem, policy).throughput
+                    for slower_problem in slower_problems
+                ),
+            ]
         )
         for policy, plan in plans.items()
         if problem.is_met(plan)
@@ -152,7 +162,7 @@ def _search_once(problem: Problem) -> list[Plan]:
     """Searches for the rates of the problem's profile."""
     plans: list[Plan] = []
     looked_at: set[Policy] = set()
-    known: Peaks = {}
+    peaks: Peaks = {}
     is_large = len(model_spec(problem.setting.config).tensors) > MANY_TENSORS
     start: Budgets | None = None
     for candidate in _shortlist(problem, candidates(problem)):
@@ -160,7 +170,7 @@ def _search_once(problem: Problem) -> list[Plan]:
             problem=problem,
             policy=candidate.policy,
             solve_within=partial(solution_of, problem, candidate.policy),
-            known=known,
+            known=peaks,
             first=candidate.solution,
             start=start,
         )
@@ -188,9 +198,9 @@ def _ranked(problem: Problem, plans: list[Plan], scores: Mapping[Policy, float])
     if problem.workload.num_sequences or not plans:
         return ordered
     enough = (1 - SLACK) * scores[ordered[0].policy]
-    near = [plan for plan in ordered if scores[plan.policy] >= enough]
-    near.sort(key=lambda plan: plan.block_sequences)
-    return near + [plan for plan in ordered if plan not in near]
+    close = [plan for plan in ordered if scores[plan.policy] >= enough]
+    close.sort(key=lambda plan: plan.block_sequences)
+    return close + [plan for plan in ordered if plan not in close]
 
 
 def _shortlist(problem: Problem, fitting: list[Candidate]) -> list[Candidate]:
@@ -201,9 +211,9 @@ def _shortlist(problem: Problem, fitting: list[Candidate]) -> list[Candidate]:
         enough = [c for c in fitting if c.throughput >= problem.min_throughput]
         return sorted(enough, key=lambda c: c.solution.total_s)
     if not problem.workload.num_sequences:
-        near = [c for c in fitting if c.throughput >= (1 - SLACK) * fitting[0].throughput]
-        near.sort(key=lambda c: (c.sequences, -c.throughput))
+        close = [c for c in fitting if c.throughput >= (1 - SLACK) * fitting[0].throughput]
+        close.sort(key=lambda c: (c.sequences, -c.throughput))
         # The simulator decides between the smallest, the fastest and one in the middle.
-        first = [near[0], fitting[0], near[len(near) // 2]]
+        first = [close[0], fitting[0], close[len(close) // 2]]
         return first + [c for c in fitting if c not in first]
     return fitting

@@ -47,8 +47,8 @@ def _divided(padding: Sequence[int], count: int, together: int) -> tuple[Segment
     tokens."""
     rows = -(-len(padding) // count)
     rows = -(-rows // together) * together
-    parts = [padding[start : start + rows] for start in range(0, len(padding), rows)]
-    segments = [Segment(len(part), min(part) // STEP * STEP) for part in parts]
+    groups = [padding[start : start + rows] for start in range(0, len(padding), rows)]
+    segments = [Segment(len(group), min(group) // STEP * STEP) for group in groups]
     return tuple(
         Segment(sum(segment.rows for segment in alike), skipped)
         for skipped, alike in groupby(segments, key=lambda segment: segment.skipped)

@@ -26,10 +26,12 @@ def spans_of(rows: Sequence[Sequence[P]]) -> tuple[Shared[P], ...]:
     spans: list[Shared[P]] = []
     going: list[Shared[P]] = []
     for row, prefixes in enumerate(rows):
-        kept = 0
-        while kept < min(len(going), len(prefixes)) and going[kept].prefix is prefixes[kept]:
-            kept += 1
-        spans += going[kept:]
-        going = [*going[:kept], *(Shared(prefix, row, row + 1) for prefix in prefixes[kept:])]
+        covered = 0
+        while (
+            covered < min(len(going), len(prefixes)) and going[covered].prefix is prefixes[covered]
+        ):
+            covered += 1
+        spans += going[covered:]
+        going = [*going[:covered], *(Shared(prefix, row, row + 1) for prefix in prefixes[covered:])]
         going = [span._replace(stop=row + 1) for span in going]
     return tuple(sorted([*spans, *going], key=lambda span: (span.start, -span.stop)))

@@ -52,8 +52,8 @@ class Shrinking:
         """Returns whether the temporary memory for shrinking a batch fits."""
         if self._peaks is None:
             return True
-        used, needed = self._ledger.used, self._cache.bytes_to_shrink(running)
-        return all(used[tier] + nbytes <= self._peaks[tier] for tier, nbytes in needed.items())
+        in_use, needed = self._ledger.used, self._cache.bytes_to_shrink(running)
+        return all(in_use[tier] + nbytes <= self._peaks[tier] for tier, nbytes in needed.items())
 
     def shrink(self, step: Step) -> None:
         """Leaves a batch with fewer rows, from a step in the embedding on."""

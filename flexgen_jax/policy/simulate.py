@@ -157,10 +157,10 @@ class Simulation:
         load = Loading(None, part.copied, float(copied))
         source = "page_cache" if part in self._read_before else "disk_read"
         self._read_before.add(part)
-        for nbytes, how in ((direct, "disk_read"), (cached, source)):
+        for nbytes, link in ((direct, "disk_read"), (cached, source)):
             if nbytes:
-                seconds = getattr(self._hw, how).seconds(nbytes, largest)
-                load.read = self._clock.read(nbytes, False, how, seconds)
+                seconds = getattr(self._hw, link).seconds(nbytes, largest)
+                load.read = self._clock.read(nbytes, False, link, seconds)
         return load
 
     def copy(self, load: Loading) -> None:
@@ -245,10 +245,10 @@ class Simulation:
 
 def _sampled(count: int, sample: int | None) -> dict[int, int]:
     """Returns the tokens to simulate, and how many tokens each stands for; the prompt's is one."""
-    rest = count - 1
-    if sample is None or rest <= sample:
+    last = count - 1
+    if sample is None or last <= sample:
         return dict.fromkeys(range(count), 1)
-    cuts = [1 + rest * i // sample for i in range(sample + 1)]
+    cuts = [1 + last * i // sample for i in range(sample + 1)]
     return {0: 1} | {(low + high) // 2: high - low for low, high in pairwise(cuts)}
 
 

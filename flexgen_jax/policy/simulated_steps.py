@@ -52,8 +52,8 @@ class SimulatedSteps:
             return clock.compute(fixed, ready)
         if layer.kind == "head":
             batch = step.batch.shape
-            asked = self._plan.policy.pass_tokens if step.token > 0 else 1
-            formed = rows * (batch.prompt_len if batch.scores_prompt else asked)
+            tokens = self._plan.policy.pass_tokens if step.token > 0 else 1
+            formed = rows * (batch.prompt_len if batch.scores_prompt else tokens)
             return clock.compute(fixed + costs.head_s(formed), ready)
         for load in (inputs.cache, inputs.replaced):
             ready = ready if load is None else max(ready, load.ready)
@@ -62,8 +62,8 @@ class SimulatedSteps:
         span, only_last = step.batch.span(step.token), step.batch.only_last(step.layer)
         before = span.start if inputs.cache is not None else 0
         prefill = costs.prefill_s(layer, rows, span.tokens, only_last, before)
-        asked = rows * (1 if only_last else span.tokens)
-        return clock.compute(fixed + prefill + self._prefix_s(step, asked), ready)
+        tokens = rows * (1 if only_last else span.tokens)
+        return clock.compute(fixed + prefill + self._prefix_s(step, tokens), ready)
 
     def _prefix_s(self, step: Step, tokens: int) -> float:
         """Returns the seconds of a step's attention from `tokens` tokens to its prefixes."""
@@ -98,8 +98,8 @@ class SimulatedSteps:
             later, hidden = inputs.early
             project_s = costs.project_s(layer, later.batch.rows)
             self._projected[later] = clock.compute(project_s, hidden.ready)
-        asked = costs.query_bytes(layer, rows)
-        clock.host_compute(on_host, clock.pass_by("device_to_host", asked, projected))
+        query_bytes = costs.query_bytes(layer, rows)
+        clock.host_compute(on_host, clock.pass_by("device_to_host", query_bytes, projected))
         partial = rows * (layer.attention.query_size + layer.attention.num_heads) * 4
         back = clock.pass_by("host_to_device", partial)
         routed = clock.compute(fixed + linear - project + self._hw.split_s, back)
@@ -130,16 +130,16 @@ class SimulatedSteps:
         attended: dict[int, Attended] = state.payload
         if sealed not in attended:
             attended[sealed] = _attended(state, sealed)
-        here, there, is_open_there = attended[sealed]
-        opened = position - here - there
+        on_device, on_host, is_open_there = attended[sealed]
+        opened = position - on_device - on_host
         if is_open_there:
-            return here, there + opened, True
-        return here + opened, there, there > 0
+            return on_device, on_host + opened, True
+        return on_device + opened, on_host, on_host > 0
 
 
 def _attended(state: LayerState, sealed: int) -> Attended:
     lengths, tokens = state.running.lengths, [0, 0]
     for block in range(sealed):
         tokens[state.stays_on_host(block)] += lengths[block]
-    here, there = tokens
-    return Attended(here, there, sealed < len(lengths) and state.stays_on_host(sealed))
+    on_device, on_host = tokens
+    return Attended(on_device, on_host, sealed < len(lengths) and state.stays_on_host(sealed))

@@ -143,10 +143,10 @@ def _stage_plan(problem: Problem, one: Policy, groups: int) -> StagePlan | None:
 
 def predicted(problem: Problem, policy: Policy, groups: int, needed: dict[Tier, int]) -> StagePlan:
     """Returns the plan of a given policy. needed: its exact peaks."""
-    one = replace(policy, num_batches=max(1, policy.num_batches // groups))
-    costs = problem.costs(one)
-    work = problem.of_block(one).typical
-    plan = costs.plan(BlockShape.of(one, work))
+    group_policy = replace(policy, num_batches=max(1, policy.num_batches // groups))
+    costs = problem.costs(group_policy)
+    work = problem.of_block(group_policy).typical
+    plan = costs.plan(BlockShape.of(group_policy, work))
     spare = problem.budgets.spare_ram(needed)
     cached = page_cached(costs.spec, costs.formats, plan.tiers, spare)
     sample = max(1, SAMPLED_STEPS // (len(plan.spec.decoders) * len(plan.shape.batch_sizes)))
@@ -166,7 +166,7 @@ def chain_plan(
 ) -> ChainPlan:
     """Returns the time of all stages together. hidden_bytes: of one token of a sequence."""
     count, work, rows = len(stages), problem.workload, shape.group_rows
-    wanted = work.num_sequences or rows * shape.groups
+    num_sequences = work.num_sequences or rows * shape.groups
     typical = work.typical
 
     def slot_s(each: Callable[[StagePlan], float], tokens: int) -> float:
@@ -177,8 +177,8 @@ def chain_plan(
 
     prefill = slot_s(lambda stage: stage.prefill_s, typical.prompt_len)
     token = slot_s(lambda stage: stage.token_s, 1)
-    passes = ceil(wanted / rows)
-    filling = (count - 1) * ceil(wanted / (rows * shape.groups))
+    passes = ceil(num_sequences / rows)
+    filling = (count - 1) * ceil(num_sequences / (rows * shape.groups))
     steps = max(typical.gen_len - 1, 0)
     return ChainPlan(
         stages=tuple(stages),
@@ -186,15 +186,15 @@ def chain_plan(
         shape=shape,
         prefill_s=(passes + filling) * prefill,
         decode_s=steps * max(passes, count) * token,  # with few groups, slots stay empty
-        tokens=wanted * typical.gen_len,
-        decoded=wanted * steps,
+        tokens=num_sequences * typical.gen_len,
+        decoded=num_sequences * steps,
     )
 
 
 def shapes(problem: Problem, groups: int) -> Iterator[Shape]:
     """Yields shapes with `groups` groups, largest groups first."""
-    wanted = problem.workload.num_sequences
-    rows = min(LARGEST_GROUP, ceil(wanted / groups) if wanted else LARGEST_GROUP)
+    num_sequences = problem.workload.num_sequences
+    rows = min(LARGEST_GROUP, ceil(num_sequences / groups) if num_sequences else LARGEST_GROUP)
     while rows:
         for batches in (1, 4, 16):
             if rows % batches == 0 and rows // batches <= 512:
@@ -213,13 +213,13 @@ def parts(problem: Problem, layers: Division) -> list[Problem]:
 
 def plan_alike(problem: Problem, shape: Shape, layers: Division) -> list[StagePlan | None]:
     """Returns the plans of stages whose machines are all like the problem's."""
-    known: dict[ModelConfig, StagePlan | None] = {}  # middle stages are equal
+    plans: dict[ModelConfig, StagePlan | None] = {}  # middle stages are equal
     kinds = []
     for part in parts(problem, layers):
         kinds.append(replace(part.setting.config, first_layer=0))
-        if kinds[-1] not in known:
-            known[kinds[-1]] = stage_plan(part, shape)
-    return [known[kind] for kind in kinds]
+        if kinds[-1] not in plans:
+            plans[kinds[-1]] = stage_plan(part, shape)
+    return [plans[kind] for kind in kinds]
 
 
 def fastest(plans: Iterable[ChainPlan], placed: Division | None = None) -> ChainPlan | None:
