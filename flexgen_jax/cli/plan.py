@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from flexgen_jax.policy.hardware import HardwareProfile
     from flexgen_jax.progress import Progress
 
-WORTH_A_HINT = 1.2
+MIN_HINT_SPEEDUP = 1.2
 """A hint is given if a change makes the predicted throughput at least this many times as high."""
 
 PROMPT_LEN = 512
@@ -298,7 +298,7 @@ def hints(problem: Problem, chosen: Policy) -> list[dict[str, Any]]:
         has_more = changed.workload != problem.workload
         best = candidates(changed, near=None if has_more else chosen)
         times = best[0].throughput / base[0].throughput if best else 0.0
-        if times >= WORTH_A_HINT:
+        if times >= MIN_HINT_SPEEDUP:
             worth.append({"change": idea, "times": round(times, 2)})
     return worth
 

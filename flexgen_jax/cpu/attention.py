@@ -19,7 +19,7 @@ from flexgen_jax.layers.attention import KVBlock, KVPair, Partial, merge
 from flexgen_jax.layers.quantization import Kept, QuantizedArray, plain
 from flexgen_jax.models.parts import AttentionSpec
 
-FEW_ELEMENTS = 1 << 20
+MIN_KERNEL_ELEMENTS = 1 << 20
 """Below this many elements of keys and values, XLA's own attention is fast enough, and Numba need
 not be loaded."""
 
@@ -40,7 +40,7 @@ def decode_attention(
     `layers.kernels.Kernels.decode_attention`."""
     batch, heads, _, size = query.shape
     rows = batch * heads
-    if 2 * rows * size * sum(key.shape[2] for key, _ in blocks) < FEW_ELEMENTS:
+    if 2 * rows * size * sum(key.shape[2] for key, _ in blocks) < MIN_KERNEL_ELEMENTS:
         return None
     if spec.group >= MANY_HEADS:
         return _attend_as_rows(query, blocks, starts, position, first_valid, spec)

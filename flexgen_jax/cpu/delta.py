@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flexgen_jax.cpu.targets import register
 from flexgen_jax.layers.delta_rule import Sides
 
-FEW_ELEMENTS = 1 << 18
+MIN_KERNEL_ELEMENTS = 1 << 18
 """Below this many elements of states, XLA's own code is fast enough, and Numba need not be
 loaded."""
 
@@ -21,7 +21,7 @@ def delta_step(sides: Sides, state: jax.Array) -> tuple[jax.Array, jax.Array] | 
     `layers.delta_rule.step`. The new state takes the old one's memory if that is donated."""
     query, key, value, log_fade, write = sides
     key_size, value_size = state.shape[-2:]
-    if state.size < FEW_ELEMENTS:
+    if state.size < MIN_KERNEL_ELEMENTS:
         return None
     target = _target(key_size, value_size)
     if target is None:

@@ -13,7 +13,7 @@ from flexgen_jax.engine.prefix_sharing import nothing_stored, share
 from flexgen_jax.engine.prefixes import OpenStored, Prefixes, SharedPrefix
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.sampling import (
-    MOST_LOGPROBS,
+    MAX_LOGPROBS,
     SamplingParams,
     adjusting_arrays,
     sampling_arrays,
@@ -27,7 +27,7 @@ from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.segments import left_out
 from flexgen_jax.policy.shapes import BatchShape, BlockShape
 from flexgen_jax.policy.sharing import spans_of
-from flexgen_jax.policy.shrinking import FEWEST, rows_beside
+from flexgen_jax.policy.shrinking import ENTRY_FRACTION, rows_beside
 
 
 class TokenChoices(Protocol):
@@ -62,7 +62,7 @@ PATIENCE = 16
 """Number of times that a stream's request lets requests with resident prefixes pass, before it
 enters itself."""
 
-LOGPROBS = (0, 5, MOST_LOGPROBS)
+LOGPROBS = (0, 5, MAX_LOGPROBS)
 """The numbers of log-probabilities per token that programs are compiled for."""
 
 LENGTH_BUCKET = 16
@@ -147,7 +147,7 @@ class Waiting:
             return ()
         policy = self._plan.policy
         free = policy.batch_size * policy.num_batches - sum(running.rows for running in going)
-        if free < (policy.batch_size // FEWEST if going else 1):
+        if free < (policy.batch_size // ENTRY_FRACTION if going else 1):
             return ()
         if not self.left:  # they wait for a run of their own
             self._top_up(max(0, free - len(self._requests)))

@@ -29,10 +29,10 @@ model in 4 bits."""
 OF_A_MODEL = 0.6
 """The same of another model."""
 
-ENOUGH_TRIED = 200
+MIN_GUESSES = 200
 """Guesses after right ones that a run must have had for its share to count in later plans."""
 
-KEPT_SHARE = 0.5
+HISTORY_WEIGHT = 0.5
 """The weight of earlier measurements relative to a run's."""
 
 
@@ -72,10 +72,10 @@ class Drafting:
     def observe(self, acceptance: Acceptance) -> None:
         """Keeps how often guesses were right, for later plans."""
         rate = acceptance.rate
-        if rate is None or acceptance.accepted + acceptance.wrong < ENOUGH_TRIED:
+        if rate is None or acceptance.accepted + acceptance.wrong < MIN_GUESSES:
             return
         before = rate if self._measured is None else self._measured
-        self._measured = KEPT_SHARE * before + (1 - KEPT_SHARE) * rate
+        self._measured = HISTORY_WEIGHT * before + (1 - HISTORY_WEIGHT) * rate
         self._rates = None
         write_cached(self.memory, self._measured)
 

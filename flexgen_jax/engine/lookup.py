@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from flexgen_jax.offload.speculation import Draws
 
-LONGEST, SHORTEST = 5, 2
+MAX_LOOKUP_TOKENS, MIN_LOOKUP_TOKENS = 5, 2
 """Most and least tokens that are looked up, the most first."""
 
 
@@ -38,7 +38,7 @@ class LookupDraft:
         After 1 2 3 9 1 2 3, the last three tokens were there before, and 9 1 2 followed.
         """
         self._take(ids)
-        for size in range(min(LONGEST, len(ids)), SHORTEST - 1, -1):
+        for size in range(min(MAX_LOOKUP_TOKENS, len(ids)), MIN_LOOKUP_TOKENS - 1, -1):
             _, before = self._after.get(tuple(ids[-size:]), (0, 0))
             if before:
                 return self._going_on(ids, before, count)
@@ -53,7 +53,7 @@ class LookupDraft:
     def _take(self, ids: Sequence[int]) -> None:
         """Notes the places of the tokens that have come."""
         for end in range(self._seen + 1, len(ids) + 1):
-            for size in range(SHORTEST, min(LONGEST, end) + 1):
+            for size in range(MIN_LOOKUP_TOKENS, min(MAX_LOOKUP_TOKENS, end) + 1):
                 key = tuple(ids[end - size : end])
                 latest, _ = self._after.get(key, (0, 0))
                 self._after[key] = (end, latest)

@@ -16,7 +16,7 @@ from flexgen_jax.engine.stop_strings import Texts
 from flexgen_jax.models.tokenizer import Tokenizer
 from flexgen_jax.progress import Amount
 
-ENOUGH = 8
+MIN_FINISHED_TEXTS = 8
 """Number of finished completions for estimating the length of others."""
 
 REMEMBERED = 2_000
@@ -321,7 +321,7 @@ class Done:
     @property
     def mean_tokens(self) -> float | None:
         """The mean length, None as long as few are finished."""
-        return self.tokens / self.count if self.count >= ENOUGH else None
+        return self.tokens / self.count if self.count >= MIN_FINISHED_TEXTS else None
 
 
 def failed(request: Request, error: str) -> RequestOutput:

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flexgen_jax.engine.requests import LEAST_PREFIX, NOTHING, EncodedRequest, common_length
+from flexgen_jax.engine.requests import MIN_PREFIX_TOKENS, NOTHING, EncodedRequest, common_length
 from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.layers.rotary import Branches
 
-LEAST_BRANCH = 8
+MIN_BRANCH_TOKENS = 8
 """Branches are padded to a power of two, this or more, so that few shapes are compiled."""
 
 Row = Sequence[int]
@@ -28,7 +28,7 @@ class Context:
     def branches(self) -> Branches:
         """The room that its continuations need as branches of one row."""
         longest = max(map(len, self.continuations))
-        return Branches(len(self.numbers), max(LEAST_BRANCH, 1 << (longest - 1).bit_length()))
+        return Branches(len(self.numbers), max(MIN_BRANCH_TOKENS, 1 << (longest - 1).bit_length()))
 
     @property
     def computed(self) -> int:
@@ -75,7 +75,7 @@ class Split:
             return cls(everything, 0, {})
         shortest_own = min(len(row) - count for row, count in zip(rows, lengths, strict=True))
         prefix = min(common_length(rows), shortest_own - 1)
-        prefix = prefix if prefix >= LEAST_PREFIX else 0
+        prefix = prefix if prefix >= MIN_PREFIX_TOKENS else 0
         shared_cost = sum(map(len, rows)) - prefix * (len(rows) - 1)
         contexts = [
             context

@@ -29,7 +29,7 @@ from flexgen_jax.policy.shapes import Setting
 from flexgen_jax.policy.simulate import Prediction
 from flexgen_jax.progress import Progress
 
-WORTH_PROBING_S = 60.0
+MIN_PROBED_RUN_S = 60.0
 """A run with fewer predicted seconds than this is planned for a generic machine."""
 
 TELLING_S = 20.0
@@ -128,7 +128,7 @@ class Planner:
         plans = search(self.problem(workload))
         # Not while a model is in memory, because the machine would be neither free nor quiet.
         is_first = self._plan is None and self._backed_off == 0
-        if self.profile is None and is_first and plans and plans[0].total_s > WORTH_PROBING_S:
+        if self.profile is None and is_first and plans and plans[0].total_s > MIN_PROBED_RUN_S:
             self._probe()
             plans = search(self.problem(workload))
         if not plans:

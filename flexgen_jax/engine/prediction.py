@@ -18,7 +18,7 @@ from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.simulate import Prediction, simulate_texts
 from flexgen_jax.policy.waves import Step
 
-MOST_STEPS = 30_000
+MAX_SIMULATED_STEPS = 30_000
 """Longer runs are not simulated step by step."""
 
 
@@ -64,7 +64,7 @@ def predicted_time(
     blocks = -(-len(requests) // (policy.batch_size * policy.num_batches))
     layers = len(problem.costs(policy).spec.layers)
     steps = blocks * max(ends.values()) * policy.num_batches * layers
-    if steps > MOST_STEPS:
+    if steps > MAX_SIMULATED_STEPS:
         return None
     plan = problem.plan(policy)
     known_texts = KnownTexts(plan, requests, ends, problem.setting.config.max_positions)

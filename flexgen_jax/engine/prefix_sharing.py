@@ -8,12 +8,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from flexgen_jax.engine.requests import LEAST_PREFIX, EncodedRequest
+from flexgen_jax.engine.requests import MIN_PREFIX_TOKENS, EncodedRequest
 
-LEAST_SAVED = 64
+MIN_SAVED_TOKENS = 64
 """Minimum number of saved tokens for a shared prefix."""
 
-LEAST_SHARE = 0.05
+MIN_SAVED_SHARE = 0.05
 """The part of all prompts' tokens that sharing must leave out: a batch then takes more steps."""
 
 Ids = tuple[int, ...]
@@ -26,7 +26,7 @@ def nothing_stored(ids: Ids) -> int:
 
 def spares_enough(saved: int, requests: Sequence[EncodedRequest]) -> bool:
     """Returns whether the tokens that sharing saves are a large part of all prompts' tokens."""
-    return saved >= LEAST_SHARE * sum(len(r.prompt_ids) for r in requests)
+    return saved >= MIN_SAVED_SHARE * sum(len(r.prompt_ids) for r in requests)
 
 
 def share(
@@ -59,7 +59,7 @@ def share(
         return requests
 
     def deeper(n: int, r: EncodedRequest) -> tuple[int, ...]:
-        return tuple(cut for cut in cuts.get(n, ()) if cut >= r.prefix_len + LEAST_PREFIX)
+        return tuple(cut for cut in cuts.get(n, ()) if cut >= r.prefix_len + MIN_PREFIX_TOKENS)
 
     return [
         r if r.is_alone else replace(r, shared=(*r.shared, *deeper(n, r)))
@@ -97,7 +97,7 @@ def groups_of(rows: Sequence[Any], elements: int = 1) -> list[int]:
     For "an apple", "a pear", "an ape" it is 0, 1, 0, if such short prefixes are worth sharing.
     """
     order = sorted(range(len(rows)), key=lambda n: rows[n])
-    worth = Worth(LEAST_PREFIX * elements, LEAST_SAVED * elements)
+    worth = Worth(MIN_PREFIX_TOKENS * elements, MIN_SAVED_TOKENS * elements)
     groups = {n: place for place, n in enumerate(order)}
     for first, last, _, before in _nodes([rows[n] for n in order], worth):
         if not before:
@@ -109,8 +109,8 @@ class Worth(NamedTuple):
     """When a prefix is worth sharing: the least elements that it has after a shorter one, and
     those that sharing it saves."""
 
-    own: int = LEAST_PREFIX
-    saved: int = LEAST_SAVED
+    own: int = MIN_PREFIX_TOKENS
+    saved: int = MIN_SAVED_TOKENS
 
 
 def _nodes(rows: Sequence[Any], worth: Worth) -> Iterator[tuple[int, int, int, int]]:

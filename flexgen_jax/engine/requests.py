@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Prefix = str | Sequence[int]
 """The beginning of prompts, as a text or as token ids."""
 
-LEAST_PREFIX = 16
+MIN_PREFIX_TOKENS = 16
 """Prefixes of fewer tokens are not worth a pass of their own."""
 
 
@@ -152,7 +152,7 @@ def shared_tokens(prompt: Sequence[int], prefix: Sequence[int]) -> tuple[int, ..
     text.
     """
     count = min(len(prefix), len(prompt)) - 1
-    is_whole = count >= LEAST_PREFIX and count == len(prefix) - 1
+    is_whole = count >= MIN_PREFIX_TOKENS and count == len(prefix) - 1
     return (count,) if is_whole and list(prompt[:count]) == list(prefix[:count]) else ()
 
 

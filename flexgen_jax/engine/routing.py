@@ -20,7 +20,7 @@ TELLING = 64
 """Mean choices per expert from which counts are used as frequencies: with
 fewer, chance makes some look popular."""
 
-KEPT = 8192
+MAX_MEAN_CHOICES = 8192
 """Mean choices per expert of earlier runs that are kept next to a new run's."""
 
 Counts = dict[int, np.ndarray]
@@ -66,7 +66,7 @@ class MeasuredRouting:
         stored_counts = self._read()
         for layer, layer_counts in counts.items():
             before = stored_counts.get(layer, np.zeros_like(layer_counts))
-            excess = before.sum() / (KEPT * before.size)
+            excess = before.sum() / (MAX_MEAN_CHOICES * before.size)
             stored_counts[layer] = (before // max(1.0, excess)).astype(np.int64) + layer_counts
         write_cached(self._memory, {str(layer): x.tolist() for layer, x in stored_counts.items()})
 

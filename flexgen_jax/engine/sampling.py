@@ -14,7 +14,7 @@ from flexgen_jax.engine.grammar import schema_text
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.defaults import RULES, SamplingDefaults
 
-MOST_LOGPROBS = 20
+MAX_LOGPROBS = 20
 """Maximum number of tokens whose log-probabilities are returned in addition to the chosen one's."""
 
 DEFAULT_TOKENS = 32
@@ -23,7 +23,7 @@ DEFAULT_TOKENS = 32
 FORCED = 1e9
 """Added to the logit of a forced token."""
 
-LEAST_ADJUSTED = 16
+MIN_ADJUSTED_LOGITS = 16
 """Rows adjust a power of two of logits, this or more, so that few programs are compiled."""
 
 LIMITS: dict[str, tuple[float, float]] = {
@@ -41,7 +41,7 @@ WHOLE: dict[str, tuple[int | None, int | None]] = {
     "min_tokens": (0, None),
     "seed": (None, None),
     "top_k": (0, 2**31 - 1),
-    "logprobs": (0, MOST_LOGPROBS),
+    "logprobs": (0, MAX_LOGPROBS),
     "no_repeat_ngram_size": (0, None),
 }
 """The same for those that are whole numbers."""
@@ -49,7 +49,7 @@ WHOLE: dict[str, tuple[int | None, int | None]] = {
 ID_LISTS = ("stop_token_ids", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")
 """Parameters that are lists of token ids."""
 
-CHOICE = ("temperature", "top_k", "top_p", "min_p")
+SAMPLER_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 """Parameters of random choices."""
 
 BANS = ("min_tokens", *RULES[1:])
@@ -214,7 +214,7 @@ class SamplingParams:
             defaults = replace(
                 defaults, temperature=self.temperature, top_k=0, top_p=1.0, min_p=0.0
             )
-        wishes = {name: getattr(defaults, name) for name in (*CHOICE, *RULES)}
+        wishes = {name: getattr(defaults, name) for name in (*SAMPLER_FIELDS, *RULES)}
         wishes["max_tokens"] = defaults.max_tokens or DEFAULT_TOKENS
         if defaults.max_length is not None:
             if defaults.max_length <= prompt_len and self.max_tokens is None:
@@ -369,7 +369,7 @@ def adjusting_arrays(rows: Sequence[Mapping[int, tuple[float, float]]]) -> tuple
     """Returns the arguments of `layers.sampling.adjust` but for the logits, from each row's
     `SamplingParams.adjustments`."""
     width = max(
-        LEAST_ADJUSTED, *(1 << (len(row) - 1).bit_length() if row else 0 for row in rows), 0
+        MIN_ADJUSTED_LOGITS, *(1 << (len(row) - 1).bit_length() if row else 0 for row in rows), 0
     )
     ids = np.full((len(rows), width), np.iinfo(np.int32).max, np.int32)  # of no vocabulary
     factor, added = np.ones(ids.shape, np.float32), np.zeros(ids.shape, np.float32)

@@ -16,7 +16,7 @@ from flexgen_jax.engine.conductor import Conductor
 from flexgen_jax.engine.feed import Incoming
 from flexgen_jax.engine.members import Members, stage_name
 from flexgen_jax.engine.options import EngineOptions
-from flexgen_jax.engine.planner import WORTH_PROBING_S
+from flexgen_jax.engine.planner import MIN_PROBED_RUN_S
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.serving import Collector
 from flexgen_jax.engine.stage_worker import read_plan
@@ -161,7 +161,7 @@ class Stages:
             return search_stages(problem, self._divisions, self._placed, plan_all, self._link)
 
         best = search()
-        if best and not self._is_probed and best.total_s > WORTH_PROBING_S:
+        if best and not self._is_probed and best.total_s > MIN_PROBED_RUN_S:
             self._members.tell("probe")
             self._members.answers("probed")
             self._is_probed = True

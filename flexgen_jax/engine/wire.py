@@ -19,7 +19,7 @@ import numpy as np
 
 from flexgen_jax.models.weight_source import numpy_dtype
 
-MOST = 1 << 32
+MAX_MESSAGE_BYTES = 1 << 32
 """Bytes of a message's JSON, and of its arrays, at most."""
 
 LENGTH = struct.Struct("!Q")
@@ -50,7 +50,7 @@ class Wire:
         except OSError as error:
             raise ClosedError(str(error)) from None
 
-    def receive(self, most: int = MOST) -> tuple[str, dict[str, Any]]:
+    def receive(self, most: int = MAX_MESSAGE_BYTES) -> tuple[str, dict[str, Any]]:
         """Returns the next message's kind and content; raises `ClosedError` if none will come.
 
         most: bytes that it may have; a stranger's message may be anything.

@@ -229,7 +229,7 @@ def read_wish(kwargs: Mapping[str, Any], tokens: int, thinks: bool = False) -> W
             raise UserError(f"generation_kwargs: {name} must not be {remaining[name]!r}")
     until = remaining.pop("until", ())
     until = (until,) if isinstance(until, str) else tuple(text for text in until if text)
-    named = [remaining.pop(name) for name in MOST_TOKENS if name in remaining]
+    named = [remaining.pop(name) for name in TOKEN_LIMIT_NAMES if name in remaining]
     warmth = float(remaining.pop("temperature", 0.0))
     is_sampled = bool(remaining.pop("do_sample", warmth > 0))
     temperature = warmth if "temperature" in kwargs else float(is_sampled)
@@ -271,7 +271,7 @@ KINDS: Mapping[str, Any] = {
 }
 """Types of options that differ from `SamplingParams`."""
 
-MOST_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+TOKEN_LIMIT_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the most new tokens, in the harness's order."""
 
 PASSED_ON = (

@@ -19,7 +19,7 @@ from flexgen_jax.gpu import (
     packed_tiles,
     prompt_attention,
 )
-from flexgen_jax.gpu.triton import LEAST_CAPABILITY
+from flexgen_jax.gpu.triton import MIN_CAPABILITY
 from flexgen_jax.layers.attention import KVPair, Partial
 from flexgen_jax.layers.kernels import XlaKernels
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
@@ -28,10 +28,10 @@ from flexgen_jax.models.parts import AttentionSpec, NormSpec
 from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.hardware import KernelSizes
 
-CHOICE = "FLEXGEN_JAX_GPU_KERNELS"
+KERNELS_VARIABLE = "FLEXGEN_JAX_GPU_KERNELS"
 """The variable that leaves a GPU's products and attention to XLA."""
 
-SMALL_MEMORY = {(8, 6), (8, 9), (12, 0), (12, 1)}
+SMALL_MEMORY_CAPABILITIES = {(8, 6), (8, 9), (12, 0), (12, 1)}
 """Compute capabilities with 99 KB of shared memory for a block, where others have 163 or more:
 those of GeForce cards, of an A10, an L4 and an RTX 6000."""
 
@@ -196,18 +196,18 @@ def kernels_of_gpu(
     device: jax.Device, environment: Mapping[str, str] | None = None
 ) -> DeviceKernels:
     """Returns the kernels for a GPU: Triton's where it compiles for the GPU, unless the variable
-    `CHOICE` says "xla"; else XLA's own. environment: of this process by default.
+    `KERNELS_VARIABLE` says "xla"; else XLA's own. environment: of this process by default.
 
     Raises `UserError` if the variable says anything else.
     """
     environment = os.environ if environment is None else environment
-    choice = environment.get(CHOICE, "")
+    choice = environment.get(KERNELS_VARIABLE, "")
     if choice not in ("", "xla"):
-        raise UserError(f"{CHOICE}={choice!r}: set it to xla for XLA's code, or unset it")
+        raise UserError(f"{KERNELS_VARIABLE}={choice!r}: set it to xla for XLA's code, or unset it")
     sizes, capability = KernelSizes.of_gpu(), str(getattr(device, "compute_capability", ""))
     is_nvidia = device.device_kind.startswith(("NVIDIA", "Tesla", "GeForce", "Quadro"))
     numbers = tuple(int(part) for part in capability.split(".") if part.isdecimal())
-    if not is_nvidia or numbers < LEAST_CAPABILITY:
+    if not is_nvidia or numbers < MIN_CAPABILITY:
         return DeviceKernels(sizes, WITHOUT_TRITON)
-    has_large_tiles = numbers not in SMALL_MEMORY
+    has_large_tiles = numbers not in SMALL_MEMORY_CAPABILITIES
     return DeviceKernels(sizes) if choice else GpuKernels(sizes, GPU_TUNING, has_large_tiles)

@@ -29,7 +29,7 @@ from flexgen_jax.gpu.head_parts import (
 )
 from flexgen_jax.gpu.online_softmax import State, empty, finished, folded, scores_of
 from flexgen_jax.gpu.triton import (
-    LEAST_ROWS,
+    MIN_ROWS,
     NARROW,
     call,
     load,
@@ -46,21 +46,21 @@ NARROW_HEAD, LARGEST_HEAD = 256, 576
 """Elements of the largest head whose results four warps hold, and of the largest one whose tiles
 fit a multiprocessor."""
 
-LARGEST_GROUP = 64
-"""Query heads per program if there are enough programs; elsewhere it has `LEAST_ROWS`."""
+MAX_QUERY_HEADS = 64
+"""Query heads per program if there are enough programs; elsewhere it has `MIN_ROWS`."""
 
-MOST_BLOCKS = 64
+MAX_BLOCKS = 64
 """Maximum KV blocks per kernel; each block is one to six arguments."""
 
 PLACES, WIDE_PLACES = 264, 132
 """Places of a grid that keep the multiprocessors of a large GPU busy, two on each, or one with
 heads wider than `NARROW_HEAD`."""
 
-FEW_PLACES = 8
+MAX_MERGED_PROGRAMS = 8
 """Maximum programs per head that XLA merges in one kernel, together with the result's consumer:
 more of them are reduced along an axis, by three kernels."""
 
-LEAST_TOKENS = 512
+MIN_PLACE_TOKENS = 512
 """The fewest tokens that are worth a place of their own."""
 
 
@@ -95,12 +95,12 @@ class Shape(NamedTuple):
     @property
     def warps(self) -> int:
         """Warps of a place, whose registers hold the results of its heads."""
-        return 8 if width_of(self.parts) > NARROW_HEAD and self.rows > LEAST_ROWS else 4
+        return 8 if width_of(self.parts) > NARROW_HEAD and self.rows > MIN_ROWS else 4
 
 
 def can_attend(query: jax.Array, blocks: Sequence[tuple[Any, Any]]) -> bool:
     """Returns whether the kernel takes these arguments of `attend`."""
-    if query.dtype not in NARROW or len(blocks) > MOST_BLOCKS or query.shape[3] > LARGEST_HEAD:
+    if query.dtype not in NARROW or len(blocks) > MAX_BLOCKS or query.shape[3] > LARGEST_HEAD:
         return False
     sides = [side for block in blocks for side in block]
     packed = {storage.packing for side in sides if (storage := storage_of(side)) is not None}
@@ -120,7 +120,7 @@ def attend(
 ) -> Partial:
     """Attends to one or more KV blocks; see `Kernels.decode_attention`.
 
-    has_large_tiles: whether a multiprocessor has room for `LARGEST_GROUP` queries of wide heads.
+    has_large_tiles: whether a multiprocessor has room for `MAX_QUERY_HEADS` queries of wide heads.
     """
     batch, heads, _, head_dim = query.shape
     kv_heads = blocks[0][0].shape[1]
@@ -179,14 +179,14 @@ def _shape_of(
     kv_heads, shapes = blocks[0][0].shape[1], tuple(map(BlockShape.of, blocks))
     group, total = heads // kv_heads, sum(block.tokens for block in shapes)
     parts = parts_of(head_dim, [side for block in shapes for side in (block.key, block.value)])
-    rows = min(LARGEST_GROUP, max(LEAST_ROWS, power_of_two(group)))
+    rows = min(MAX_QUERY_HEADS, max(MIN_ROWS, power_of_two(group)))
     is_narrow = width_of(parts) <= NARROW_HEAD
     num_places, tile = (PLACES, TILE) if is_narrow else (WIDE_PLACES, WIDE_TILE)
-    are_few = batch * kv_heads * pl.cdiv(group, LEAST_ROWS) <= num_places
+    are_few = batch * kv_heads * pl.cdiv(group, MIN_ROWS) <= num_places
     if not is_narrow and (are_few or not has_large_tiles):
-        rows = LEAST_ROWS
+        rows = MIN_ROWS
     of_heads = batch * kv_heads * pl.cdiv(group, rows)
-    places = max(1, min(num_places // of_heads, total // LEAST_TOKENS))
+    places = max(1, min(num_places // of_heads, total // MIN_PLACE_TOKENS))
     tokens = pl.cdiv(total, places * tile) * tile
     return Shape(shapes, group, rows, tile, tokens, parts, softcap, interprets)
 
@@ -215,7 +215,7 @@ def _sides(refs: Sequence[Any], shape: Shape) -> Iterator[tuple[Side, Side]]:
 def _merged(out: jax.Array, lse: jax.Array) -> Partial:
     """Merges the places of each head, the third axis."""
     places = out.shape[2]
-    if places <= FEW_PLACES:
+    if places <= MAX_MERGED_PROGRAMS:
         return merge([(out[:, :, n], lse[:, :, n]) for n in range(places)])
     peak = lse.max(2, keepdims=True)
     weights = jnp.exp(lse - peak)

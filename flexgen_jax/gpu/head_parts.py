@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.gpu.inline import BASES, code_on_base, multiply_add
-from flexgen_jax.gpu.triton import LEAST_ROWS, load, power_of_two
+from flexgen_jax.gpu.triton import MIN_ROWS, load, power_of_two
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 from flexgen_jax.models.formats.format import affine
 from flexgen_jax.models.formats.storage import Storage
@@ -105,7 +105,7 @@ def _powers(start: int, stop: int) -> list[Part]:
     parts = list[Part]()
     while start < stop:
         left = stop - start
-        width = max(LEAST_ROWS, power_of_two(left + 1) // 2)
+        width = max(MIN_ROWS, power_of_two(left + 1) // 2)
         parts.append(Part(start, min(width, left), width))
         start += width
     return parts

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from flexgen_jax.gpu.packed_tiles import tile_of
 from flexgen_jax.gpu.packed_words import Shape, can_unpack, inputs_of, shape_of, shared_rows
 from flexgen_jax.gpu.triton import (
-    LEAST_ROWS,
+    MIN_ROWS,
     NARROW,
     call,
     load,
@@ -28,7 +28,7 @@ from flexgen_jax.gpu.triton import (
 )
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 
-LARGEST_COUNT = 64
+MAX_ROWS = 64
 """Maximum rows for a single program per head, which reads the head's part once."""
 
 LARGEST_PART = 128
@@ -57,9 +57,9 @@ class Product(NamedTuple):
 def can_multiply(x: jax.Array, kernel: Kept, features: tuple[int, int]) -> bool:
     """Returns whether the kernel takes these arguments of `multiply`."""
     (first, count), (heads, rank) = features, (x.shape[1], kernel.shape[1])
-    if x.dtype not in NARROW or x.shape[0] > LARGEST_COUNT:
+    if x.dtype not in NARROW or x.shape[0] > MAX_ROWS:
         return False
-    is_tile = LEAST_ROWS <= count <= LARGEST_PART and power_of_two(count) == count
+    is_tile = MIN_ROWS <= count <= LARGEST_PART and power_of_two(count) == count
     if not is_tile or first % count or kernel.shape[0] // heads % count or rank % TILE:
         return False
     if not isinstance(kernel, QuantizedArray):
@@ -116,7 +116,7 @@ def _kernel(x_ref: Any, *refs: Any, product: Product) -> None:
     """Multiplies a head's rows, [row, element], by its part of the kernel, [feature, ...]; refs:
     the arrays of the kernel, and the result."""
     *kernel_refs, out_ref = refs
-    height = max(LEAST_ROWS, power_of_two(product.rows))
+    height = max(MIN_ROWS, power_of_two(product.rows))
     is_row = (jnp.arange(height) < product.rows)[:, None] if height != product.rows else None
 
     def index_of(start: Any, size: int) -> tuple[tuple[Any, Any], jax.Array | None]:

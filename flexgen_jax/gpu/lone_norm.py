@@ -16,13 +16,13 @@ from jax.experimental import pallas as pl
 from flexgen_jax.gpu.triton import NARROW, call, load, power_of_two, store
 from flexgen_jax.models.parts import NormSpec
 
-LARGEST_ROW = 32_768
+MAX_ROW_ELEMENTS = 32_768
 """Elements of the largest row that the threads of a block keep in registers."""
 
 
 def can_normalize(x: jax.Array) -> bool:
     """Returns whether the kernel takes these numbers."""
-    return x.dtype in NARROW and x.size == x.shape[-1] <= LARGEST_ROW
+    return x.dtype in NARROW and x.size == x.shape[-1] <= MAX_ROW_ELEMENTS
 
 
 def normalize(

@@ -24,7 +24,7 @@ from flexgen_jax.gpu.packed_words import (
 from flexgen_jax.gpu.triton import NARROW, call, load
 from flexgen_jax.layers.quantization import QuantizedArray, in_stored_order
 
-LARGEST_COUNT = 2
+MAX_ROWS = 2
 """Maximum rows that are multiplied row by row. Each row adds one operation per weight, while tensor
 cores need the same operations for three rows as for sixteen."""
 
@@ -34,7 +34,7 @@ LARGEST_TILE = 256
 
 def can_multiply(rows: jax.Array, kernel: QuantizedArray) -> bool:
     """Returns whether the kernel takes these rows, [n, in], and this matrix."""
-    are_few = rows.shape[0] <= LARGEST_COUNT
+    are_few = rows.shape[0] <= MAX_ROWS
     return rows.dtype in NARROW and are_few and can_unpack(kernel.storage)
 
 

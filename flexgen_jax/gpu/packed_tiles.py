@@ -26,7 +26,7 @@ from flexgen_jax.gpu.packed_words import (
     unpacked,
 )
 from flexgen_jax.gpu.triton import (
-    LEAST_ROWS,
+    MIN_ROWS,
     NARROW,
     call,
     load,
@@ -36,7 +36,7 @@ from flexgen_jax.gpu.triton import (
 )
 from flexgen_jax.layers.quantization import QuantizedArray, in_stored_order
 
-LARGEST_COUNT = 64
+MAX_ROWS = 64
 """Maximum rows for unpacking a matrix in registers; for more, XLA unpacks it in memory."""
 
 MANY_ROWS = 32
@@ -45,7 +45,7 @@ MANY_ROWS = 32
 OUTPUTS_OF_WARP = 16
 """Outputs of a warp, which are the rows of a tile of the matrix units."""
 
-LARGEST_PLACE = 128
+MAX_PLACE_OUTPUTS = 128
 """Outputs of the largest place, whose eight warps share the rows."""
 
 LARGEST_TILE = 128
@@ -58,13 +58,13 @@ SPLITS = 8
 """Places that share some outputs, each with a range of the inputs: the number that XLA sums in one
 kernel together with the consumer."""
 
-LARGEST_SHARE = 0.5
+MAX_SUM_SHARE = 0.5
 """Bytes of the sums of such places, written and read, over those of the weights."""
 
 
 def can_multiply(rows: jax.Array, kernel: QuantizedArray) -> bool:
     """Returns whether the kernel takes these rows, [n, in], and this matrix."""
-    are_few = rows.shape[0] <= LARGEST_COUNT
+    are_few = rows.shape[0] <= MAX_ROWS
     return rows.dtype in NARROW and are_few and can_unpack(kernel.storage)
 
 
@@ -72,7 +72,7 @@ def multiply(rows: jax.Array, kernel: QuantizedArray, interprets: bool = False) 
     """Returns rows [n, in] @ kernel [out, in].T, fp32 [n, out]."""
     (count, _), outputs = rows.shape, kernel.shape[0]
     of_place = _outputs_of_place(count, kernel)
-    tile = LARGEST_TILE // (2 if of_place == LARGEST_PLACE else 1)
+    tile = LARGEST_TILE // (2 if of_place == MAX_PLACE_OUTPUTS else 1)
     shape = shape_of(kernel, of_place, tile, interprets)
     splits = _splits(count, kernel, shape)
     whole = pl.BlockSpec(rows.shape, lambda n, split: (0, 0))
@@ -93,7 +93,7 @@ def multiply(rows: jax.Array, kernel: QuantizedArray, interprets: bool = False) 
 def _outputs_of_place(count: int, kernel: QuantizedArray) -> int:
     """Returns the outputs per program for `rows` rows. The outputs share the work for a kernel's
     row."""
-    largest = LARGEST_PLACE if count > MANY_ROWS else LARGEST_PLACE // 2
+    largest = MAX_PLACE_OUTPUTS if count > MANY_ROWS else MAX_PLACE_OUTPUTS // 2
     return gcd(largest, kernel.shape[0], *shared_rows(kernel.storage.packing))
 
 
@@ -103,7 +103,7 @@ def _splits(count: int, kernel: QuantizedArray, shape: Shape) -> int:
     outputs = kernel.shape[0]
     num_splits = PLACES // (outputs // shape.outputs)
     written = 2 * 4 * count * outputs  # fp32, written and read
-    worth = int(LARGEST_SHARE * kernel.nbytes / written)
+    worth = int(MAX_SUM_SHARE * kernel.nbytes / written)
     return max(1, min(num_splits, worth, SPLITS, shape.tiles))
 
 
@@ -112,7 +112,7 @@ def _kernel(rows_ref: Any, *refs: Any, shape: Shape, tiles: int) -> None:
     [output, part, word], the leaves of its factors, and the output."""
     *kernel_refs, out_ref = refs
     count = rows_ref.shape[0]
-    height = max(LEAST_ROWS, power_of_two(count))
+    height = max(MIN_ROWS, power_of_two(count))
     is_row = jnp.arange(height) < count
 
     def add_tile(tile: jax.Array, sums: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from flexgen_jax.gpu.head_parts import Part, Side, load_parts, parts_of, width_of
 from flexgen_jax.gpu.online_softmax import State, empty, finished, folded, scores_of
 from flexgen_jax.gpu.triton import (
-    LEAST_ROWS,
+    MIN_ROWS,
     NARROW,
     call,
     load,
@@ -49,7 +49,7 @@ class Shape(NamedTuple):
     @property
     def rows(self) -> int:
         """Queries of a tile."""
-        return min(QUERIES, max(LEAST_ROWS, power_of_two(self.asked)))
+        return min(QUERIES, max(MIN_ROWS, power_of_two(self.asked)))
 
     @property
     def is_narrow(self) -> bool:

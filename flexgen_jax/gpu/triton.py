@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-LEAST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 """Compute capability of the oldest GPUs that XLA's Triton compiles for: an A100's."""
 
 NARROW = (jnp.float16, jnp.bfloat16)
 """Dtypes of matmul operands; fp32 is left to XLA, which keeps all of its bits."""
 
-LEAST_ROWS = 16
+MIN_ROWS = 16
 """Rows of the smallest tile that a GPU's matrix units multiply."""
 
 

@@ -34,7 +34,7 @@ TELL_S = 0.5
 LOOK_S = 0.05
 """Seconds between polls of copies without news."""
 
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 """A request gets an error after losing this number of copies: it may be the cause."""
 
 
@@ -328,7 +328,7 @@ class Fleet(Described):
         for name in [name for name, holder in self._at.items() if holder is copy]:
             running = self._running.pop(name).again()
             del self._at[name]
-            if running.failures < MOST_FAILURES:
+            if running.failures < MAX_FAILURES:
                 self._again.append(running)
                 continue
             request = running.request

@@ -20,7 +20,7 @@ from flexgen_jax.engine.requests import Request
 from flexgen_jax.errors import UserError
 from flexgen_jax.jobs.answers import answer, failure
 from flexgen_jax.jobs.choices import done, finished_choice, logprobs_json, read_logprob
-from flexgen_jax.jobs.lines import MOST_CHOICES, Line, LineError, line_name, read_line
+from flexgen_jax.jobs.lines import MAX_CHOICES, Line, LineError, line_name, read_line
 from flexgen_jax.jobs.options import Engine, JobOptions, State, Summary
 from flexgen_jax.jobs.source import InputFacts, JobInput, numbered_lines
 from flexgen_jax.jobs.store import RECORD_FORMAT, Disk, Journal, Manifest, Results
@@ -260,7 +260,7 @@ class Job:
                 prompt_token_ids=ids,
                 sampling_params=line.params,
                 continued=tuple(earlier.get("tokens", ())),
-                place=choice if line.has_seed else line.number * MOST_CHOICES + choice,
+                place=choice if line.has_seed else line.number * MAX_CHOICES + choice,
             )
             logprobs = [read_logprob(x) for x in earlier.get("logprobs", ())]
             if "finish_reason" in earlier:

@@ -16,13 +16,13 @@ Form = Literal["completions", "chat", "plain"]
 
 URLS: dict[str, Form] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
 
-MOST_CHOICES = 128
+MAX_CHOICES = 128
 """The maximum number of completions per line."""
 
 MAX_LINE_BYTES = 32 << 20
 """The most bytes of a line."""
 
-MOST_SAID = 1000
+MAX_ERROR_CHARS = 1000
 """Characters of an error's message, which may quote a line."""
 
 DEFAULT_TOKENS = 16
@@ -49,7 +49,9 @@ class LineError(ValueError):
     form."""
 
     def __init__(self, message: str, name: str | None = None, is_plain: bool = False) -> None:
-        super().__init__(message if len(message) <= MOST_SAID else f"{message[:MOST_SAID]}...")
+        super().__init__(
+            message if len(message) <= MAX_ERROR_CHARS else f"{message[:MAX_ERROR_CHARS]}..."
+        )
         self.name, self.is_plain = name, is_plain
 
 
@@ -310,12 +312,12 @@ def _line(
     if "logit_bias" in given:
         wanted["logit_bias"] = _biases(given["logit_bias"])
     count = given.get("n", 1)
-    if not _is_whole(count) or not 1 <= count <= MOST_CHOICES:
-        raise LineError(f'"n" must be an integer from 1 to {MOST_CHOICES}, not {count!r}')
+    if not _is_whole(count) or not 1 <= count <= MAX_CHOICES:
+        raise LineError(f'"n" must be an integer from 1 to {MAX_CHOICES}, not {count!r}')
     number, name, form, prompts, messages, chat = what
-    if count * max(1, len(prompts)) > MOST_CHOICES:
+    if count * max(1, len(prompts)) > MAX_CHOICES:
         raise LineError(
-            f"more than {MOST_CHOICES} completions requested: {len(prompts)} prompts with n = "
+            f"more than {MAX_CHOICES} completions requested: {len(prompts)} prompts with n = "
             f"{count}"
         )
     params = SamplingParams(stop=stop, **wanted)

@@ -16,10 +16,10 @@ from flexgen_jax.jobs.fleet import Copy, LostError, News, Replica
 LOOK_S = 2.0
 """Seconds between two looks at which machines there are."""
 
-NEWS_S = 1.0
+NEWS_WAIT_S = 1.0
 """Seconds that a copy waits for something to tell."""
 
-MOST_LOST = 3
+MAX_LOST_COPIES = 3
 """After this number of lost copies, a machine gets no further copy."""
 
 
@@ -28,7 +28,7 @@ class RayCopy:
 
     def __init__(self, actor: Any, node: str, name: str) -> None:
         self._actor, self.node, self.name = actor, node, name
-        self._asked: Any = actor.news.remote(NEWS_S)
+        self._asked: Any = actor.news.remote(NEWS_WAIT_S)
 
     def give(self, requests: Sequence[Any]) -> None:
         self._actor.give.remote(requests)
@@ -45,7 +45,7 @@ class RayCopy:
             raise LostError(first_line(error.cause or error)) from None
         except ray.exceptions.RayError as error:
             raise LostError(first_line(error)) from None
-        self._asked = self._actor.news.remote(NEWS_S)
+        self._asked = self._actor.news.remote(NEWS_WAIT_S)
         return latest
 
     def end(self) -> None:
@@ -99,7 +99,7 @@ class RayCrew:
         usable = 0
         for node in ray.nodes():
             number = node["NodeID"]
-            if not node["Alive"] or self._lost[number] >= MOST_LOST:
+            if not node["Alive"] or self._lost[number] >= MAX_LOST_COPIES:
                 continue
             usable += 1
             gpus = int(node["Resources"].get("GPU", 0))

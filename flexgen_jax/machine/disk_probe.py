@@ -32,13 +32,13 @@ ROOMY = 4
 """If the free disk space is below this multiple of the total, only a twelfth of the total is
 used."""
 
-PARTS = 3
+NUM_PASS_PARTS = 3
 """A pass over the large arrays has this number of parts, one at a time: recently read data is not
 read again."""
 
 STEADY, PASSES = 0.1, 24
-"""The disk is steady once its last `PARTS` passes differ by at most this share; and the number of
-passes after which its rate is accepted anyway."""
+"""The disk is steady once its last `NUM_PASS_PARTS` passes differ by at most this share. After
+`PASSES` passes its rate is accepted anyway."""
 
 
 @dataclass
@@ -99,7 +99,7 @@ class DiskProbe:
     def read(self) -> None:
         """Makes a pass of reads; of the large arrays, over a part that was not read just before."""
         for files in self._files:
-            num_parts = PARTS if files is self._files[-1] else 1
+            num_parts = NUM_PASS_PARTS if files is self._files[-1] else 1
             part_arrays = files.arrays[self._passes % num_parts :: num_parts]
             started = time.perf_counter()
             read_all(part_arrays, self._buffer[: files.size // 2])
@@ -112,8 +112,8 @@ class DiskProbe:
             self.read()
 
     def _is_steady(self) -> bool:
-        last = self._files[-1].rates[-PARTS:]
-        return len(last) == PARTS and max(last) <= (1 + STEADY) * min(last)
+        last = self._files[-1].rates[-NUM_PASS_PARTS:]
+        return len(last) == NUM_PASS_PARTS and max(last) <= (1 + STEADY) * min(last)
 
     def reads(self) -> Rate:
         """The rate of direct reads: of each size the median pass."""

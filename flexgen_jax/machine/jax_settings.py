@@ -23,7 +23,7 @@ FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACT
 """The share of a GPU's memory that JAX takes, and the variable's deprecated name; both together are
 an error."""
 
-MOST_OF_THE_CARD = "0.95"
+DEFAULT_GPU_SHARE = "0.95"
 """JAX's default share of a GPU here; its own default is three quarters. The
 rest is for the CUDA context and libraries."""
 
@@ -59,7 +59,7 @@ def set_up_jax(environment: MutableMapping[str, str] | None = None) -> None:
     environment = os.environ if environment is None else environment
     keep_programs(environment)
     if FRACTION not in environment and OLD_FRACTION not in environment:
-        environment[FRACTION] = MOST_OF_THE_CARD
+        environment[FRACTION] = DEFAULT_GPU_SHARE
 
 
 def keep_programs(environment: MutableMapping[str, str]) -> None:

@@ -12,7 +12,7 @@ import jax
 
 from flexgen_jax.cpu import is_cpu
 from flexgen_jax.errors import UserError
-from flexgen_jax.machine.jax_settings import FRACTION, MOST_OF_THE_CARD, PINNED, pinned_bytes
+from flexgen_jax.machine.jax_settings import DEFAULT_GPU_SHARE, FRACTION, PINNED, pinned_bytes
 from flexgen_jax.offload.disk.folder import OffloadError, remove_dead_runs
 from flexgen_jax.policy.fit import Budgets, human
 
@@ -140,7 +140,7 @@ def _device_budget(asked: int | None, ram: int, unified: bool) -> int:
     if most is not None and asked > most:
         raise UserError(
             f"--device-memory {human(asked)} exceeds JAX's share of this GPU, {human(most)}; "
-            f"use less, or raise {FRACTION} to at most {MOST_OF_THE_CARD} before JAX starts"
+            f"use less, or raise {FRACTION} to at most {DEFAULT_GPU_SHARE} before JAX starts"
         )
     return asked
 

@@ -23,7 +23,7 @@ from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.loading import resolve_dtype
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import (
-    LATEST,
+    NUM_DISK_RATES,
     PROFILE_VERSION,
     UNSTEADY,
     DiskReads,
@@ -110,7 +110,7 @@ def record_products(dtype: str, offload_dir: Path, speed: float) -> None:
     """Keeps how fast a run that was bound by computing was, relative to the assumed profile, to
     correct later plans."""
     path = _assumed(_cache_file(dtype, offload_dir))
-    planned_with = median(_seen(path, PRODUCTS)[-LATEST:] or [1.0])
+    planned_with = median(_seen(path, PRODUCTS)[-NUM_DISK_RATES:] or [1.0])
     _add_seen(path, PRODUCTS, speed * planned_with)
 
 

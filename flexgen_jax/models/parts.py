@@ -18,7 +18,7 @@ ROTARY_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "p
 """Kinds of `Rotary`, in Hugging Face's words. Dynamic scaling (NTK) begins beyond the context that
 a config names, which no request exceeds, so that within it it is the default."""
 
-MOST_OF_AN_EXPERT = 256
+MAX_EXPERT_TOKENS = 256
 """The most tokens that an expert computes at once."""
 
 NormPlace = Literal["before", "after", "around", "result"]
@@ -405,7 +405,7 @@ class ExpertsSpec:
         """Returns the number of tokens that an expert computes at once in a step with `tokens`
         tokens: about the expected number that choose it, but at least `fewest`."""
         expected = max(1, tokens * self.top // self.count)
-        together = min(MOST_OF_AN_EXPERT, 1 << (expected - 1).bit_length())
+        together = min(MAX_EXPERT_TOKENS, 1 << (expected - 1).bit_length())
         return min(tokens, max(fewest, together))
 
 

@@ -30,7 +30,7 @@ MAX_WIDTH = 10_000
 MAX_BITS = 10_000
 """Bits of a whole number."""
 
-STEPS = 256
+STEPS_PER_CLOCK_CHECK = 256
 """Steps between two looks at the time."""
 
 
@@ -154,7 +154,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _step(self) -> None:
         local = self._local
         local.steps += 1
-        if local.steps % STEPS == 0 and time.monotonic() > local.end:
+        if local.steps % STEPS_PER_CLOCK_CHECK == 0 and time.monotonic() > local.end:
             raise LimitError(f"it takes longer than {MAX_SECONDS:g} s")
 
     def _made(self, length: int) -> None:

@@ -21,14 +21,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from flexgen_jax.policy.stages import Slots
 
-LEAST = 1 << 10
+MIN_PADDED_ELEMENTS = 1 << 10
 """Arrays are padded to powers of two, with at least this number of elements, so that few programs
 are compiled."""
 
 AXIS = "stage"
 
 
-PROBES = (LEAST, 1 << 20)
+PROBES = (MIN_PADDED_ELEMENTS, 1 << 20)
 """Elements of the arrays, fp32, that measure a link."""
 
 TIMES = 8
@@ -144,7 +144,7 @@ class Chain:
             self._failed(error)
 
     def _shift(self, shift: int, size: int) -> None:
-        length = max(LEAST, 1 << (size * self._hidden_size - 1).bit_length())
+        length = max(MIN_PADDED_ELEMENTS, 1 << (size * self._hidden_size - 1).bit_length())
         stage = self._ring.stage
         arrived = self._ring.shifted(self._packed(shift - stage, length))
         number = shift - stage + 1

@@ -24,7 +24,7 @@ from flexgen_jax.offloading.stream_memory import LayerMemory
 from flexgen_jax.policy.parts import Layout
 from flexgen_jax.policy.policy import TIERS, Tier
 
-LONGEST_NAME = 150
+MAX_NAME_CHARS = 150
 """Characters of a file name that identify its content; of longer ones the rest is hashed."""
 
 
@@ -69,8 +69,8 @@ class Entry:
     def stored(self, path: str, version: int) -> list[Stored]:
         """Returns the names, shapes and dtypes of a leaf's arrays on disk."""
         key = quote(self.keys[path], safe="")
-        if len(key) > LONGEST_NAME:
-            key = key[:LONGEST_NAME] + blake2b(key.encode(), digest_size=12).hexdigest()
+        if len(key) > MAX_NAME_CHARS:
+            key = key[:MAX_NAME_CHARS] + blake2b(key.encode(), digest_size=12).hexdigest()
         return [stored_leaf(f"{key}@{version}", leaf) for leaf in self.storages[path].leaves]
 
 

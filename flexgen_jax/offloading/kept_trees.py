@@ -27,7 +27,7 @@ from flexgen_jax.policy.placement import Splitter
 from flexgen_jax.policy.policy import Placement, Tier
 from flexgen_jax.progress import logger
 
-SMALL = 64 << 10
+MIN_OFFLOADED_BYTES = 64 << 10
 """Leaves of fewer bytes stay on the device: they are not worth moving."""
 
 WRITES_AHEAD = 2
@@ -68,7 +68,9 @@ class KeptTrees:
     def placed(self, name: str, flat: FlatTree) -> Entry:
         """Returns what a tree will be here, with the tier of every leaf."""
         storages = flat.storages()
-        large = [path for path, storage in storages.items() if storage.nbytes >= SMALL]
+        large = [
+            path for path, storage in storages.items() if storage.nbytes >= MIN_OFFLOADED_BYTES
+        ]
         homes = self._splitter.split(storages[path].nbytes for path in large)
         tiers: dict[str, Tier] = dict.fromkeys(storages, "device")
         tiers |= dict(zip(large, homes, strict=True))

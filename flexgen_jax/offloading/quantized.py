@@ -18,7 +18,7 @@ from flexgen_jax.layers.quantization import QuantizedArray, dequantize
 from flexgen_jax.models.formats.known import OWN_GROUP, own
 from flexgen_jax.models.formats.storage import Storage
 
-SMALLEST = 4096
+MIN_QUANTIZED_ELEMENTS = 4096
 """Minimum elements of a quantized array, by default."""
 
 Where = Callable[[str, Any], bool]
@@ -135,5 +135,9 @@ def _is_matrix(leaf: Any) -> bool:
 
 
 def _is_large(path: str, leaf: Any) -> bool:
-    is_large = _is_matrix(leaf) and math.prod(leaf.shape) >= SMALLEST and leaf.shape[0] >= OWN_GROUP
+    is_large = (
+        _is_matrix(leaf)
+        and math.prod(leaf.shape) >= MIN_QUANTIZED_ELEMENTS
+        and leaf.shape[0] >= OWN_GROUP
+    )
     return is_large and "embed" not in path.lower()

@@ -22,7 +22,7 @@ GAIN = 1.01
 """Minimum throughput gain for smaller KV blocks, because the linear program ignores the cost of
 their additional reads and programs."""
 
-LARGE_LAYERS = 0.3
+LARGE_LAYERS_SHARE = 0.3
 """Two layers' weights are large if they exceed this share of device memory."""
 
 LEAN = 0.9
@@ -30,7 +30,7 @@ LEAN = 0.9
 find less time for them."""
 
 
-NEAR = 4
+MAX_NEIGHBOUR_RATIO = 4
 """Maximum ratio of batch sizes, and of numbers of batches, near a policy's."""
 
 
@@ -92,7 +92,7 @@ def _copies(problem: Problem) -> tuple[bool, ...]:
         return (ahead,)
     costs = problem.costs(problem.base)
     largest = max(costs.layer_bytes(layer) for layer, _ in costs.spec.decoder_kinds)
-    return (True, False) if 2 * largest > LARGE_LAYERS * device else (True,)
+    return (True, False) if 2 * largest > LARGE_LAYERS_SHARE * device else (True,)
 
 
 def solution_of(problem: Problem, policy: Policy, budgets: Budgets) -> Solution | None:
@@ -131,7 +131,7 @@ def solved(problem: Problem, policy: Policy) -> Candidate | None:
 def candidates(problem: Problem, near: Policy | None = None) -> list[Candidate]:
     """Returns all candidates that fit, best first; batches between the best ones and the next of
     the grid are tried, too. near: a policy; sizes and numbers of batches that differ from its own
-    by more than `NEAR` times are left out."""
+    by more than `MAX_NEIGHBOUR_RATIO` times are left out."""
     full: list[Policy] = []
     fitting: list[Candidate] = []
     for policy in policies(problem):
@@ -184,12 +184,13 @@ def _answer(problem: Problem, policy: Policy) -> Candidate | None:
 
 
 def _is_near(first: Policy, second: Policy) -> bool:
-    """Returns whether batches differ by no more than `NEAR` in their size, and in their number."""
+    """Returns whether batch sizes, and numbers of batches, differ by at most
+    `MAX_NEIGHBOUR_RATIO`."""
     pairs = (
         (first.batch_size, second.batch_size),
         (first.num_batches, second.num_batches),
     )
-    return all(max(pair) <= NEAR * min(pair) for pair in pairs)
+    return all(max(pair) <= MAX_NEIGHBOUR_RATIO * min(pair) for pair in pairs)
 
 
 def _is_no_larger(first: Policy, second: Policy) -> bool:

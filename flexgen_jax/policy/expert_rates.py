@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from flexgen_jax.models.spec import LayerSpec
 
-FEW_CHOSEN = 0.75
+MAX_WAITING_SHARE = 0.75
 """Up to this share of a layer's experts, expected to be chosen, loads wait for the choice; more are
 better loaded ahead."""
 
@@ -55,4 +55,4 @@ class ExpertRates:
     def few_are_chosen(self, layer: LayerSpec, rows: float) -> bool:
         """Returns whether `tokens` tokens are expected to choose few of a layer's experts."""
         experts = layer.experts
-        return experts is not None and self.chosen(layer, rows) <= FEW_CHOSEN * experts.count
+        return experts is not None and self.chosen(layer, rows) <= MAX_WAITING_SHARE * experts.count

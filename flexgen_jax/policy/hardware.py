@@ -15,7 +15,7 @@ from flexgen_jax.errors import UserError
 PROFILE_VERSION = 7
 """Version of a profile's JSON; a cached profile of another version is measured again."""
 
-LATEST = 4
+NUM_DISK_RATES = 4
 """Number of the latest runs whose disk rates correct a profile."""
 
 UNSTEADY = 1 / 3
@@ -226,10 +226,10 @@ class HardwareProfile:
         low, high = self.disk_range
         corrected = replace(self, disk_range=(min(low, *disk, 1.0), max(high, *disk, 1.0)))
         if products:
-            speed = median(products[-LATEST:])
+            speed = median(products[-NUM_DISK_RATES:])
             linear = {bits: rate.scaled(speed) for bits, rate in self.linear.items()}
             corrected = replace(corrected, linear=linear)
-        return corrected.with_disk(median([1.0, *disk[-LATEST:]]))
+        return corrected.with_disk(median([1.0, *disk[-NUM_DISK_RATES:]]))
 
     def disk_rate_seen(self, reads: Sequence[DiskReads], busy_s: float) -> float:
         """Returns how fast a run's direct reads were, relative to `disk_read`.

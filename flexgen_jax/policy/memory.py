@@ -24,13 +24,13 @@ from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import GREEDY, SCORE, TIERS, HeadUse, Tier
 from flexgen_jax.policy.running import LayerState, PromptPart, ReplacedPart, Running, SealedPart
 from flexgen_jax.policy.shapes import Setting
-from flexgen_jax.policy.shrinking import FEWEST, rows_beside
+from flexgen_jax.policy.shrinking import ENTRY_FRACTION, rows_beside
 from flexgen_jax.policy.waves import Step
 
 SCRATCH = 8 << 20
 """Bytes that the library of a GPU's products has for a product's partial sums."""
 
-SMALL_KERNELS = 16 << 20
+MAX_UNPACKED_BYTES = 16 << 20
 """Bytes of small kernels that may be unpacked at the same time."""
 
 
@@ -156,7 +156,7 @@ def _late_rows(plan: BlockPlan) -> set[int]:
     rates, tokens = plan.setting.experts, rows * policy.pass_tokens
     if any(rates.few_are_chosen(layer, tokens) for layer in plan.spec.decoders):
         unused = policy.batch_size * policy.num_batches - rows
-        row_counts.add(max(1, policy.batch_size // FEWEST - unused))
+        row_counts.add(max(1, policy.batch_size // ENTRY_FRACTION - unused))
     return {number for number in row_counts if number < sizes[-1]}
 
 
@@ -440,7 +440,7 @@ def _unpacked_bytes(
         return layer.large_size * DTYPES[formats.dtype]
     if formats.weight_bits < 16:
         part = sizes.unpacked_bytes(rows, layer.mlp_width)
-        unpacked = max(min(sizes.part_bytes, SMALL_KERNELS), min(largest, part))
+        unpacked = max(min(sizes.part_bytes, MAX_UNPACKED_BYTES), min(largest, part))
     if formats.matmul_bits == 8:  # a kernel's integers, and the product of outliers
         unpacked = max(unpacked, 2 * largest) + rows * layer.mlp_width * 4
     return unpacked

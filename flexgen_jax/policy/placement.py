@@ -185,14 +185,14 @@ class Placer:
         ]
 
 
-SMALL_STATES = 4 << 20
+MIN_OFFLOADED_STATE_BYTES = 4 << 20
 """Hidden states of one token of fewer bytes a batch stay on the device."""
 
 
 def stays_on_device(nbytes: int) -> bool:
     """Returns whether a batch's hidden states after the prompt, of `nbytes` bytes, are on the
     device regardless of the policy."""
-    return nbytes < SMALL_STATES
+    return nbytes < MIN_OFFLOADED_STATE_BYTES
 
 
 def home_of_hidden(home: Tier, is_short: bool, nbytes: int) -> Tier:

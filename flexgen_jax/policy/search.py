@@ -29,11 +29,11 @@ CHECKED = 3
 SAMPLED_STEPS = 1_500
 """Approximate number of steps to simulate; a longer run is simulated for a sample of its tokens."""
 
-MANY_TENSORS = 10_000
+MAX_EXACT_TENSORS = 10_000
 """Of a model with more tensors, exact peaks take seconds: the first candidate's excess is
 subtracted from the other candidates' budgets."""
 
-SLACK = 0.05
+SMALLER_GROUP_LOSS = 0.05
 """Loss of throughput that a smaller batch group may cost, if the number of sequences is free."""
 
 STEADY = 0.05
@@ -163,7 +163,7 @@ def _search_once(problem: Problem) -> list[Plan]:
     plans: list[Plan] = []
     looked_at: set[Policy] = set()
     peaks: Peaks = {}
-    is_large = len(model_spec(problem.setting.config).tensors) > MANY_TENSORS
+    is_large = len(model_spec(problem.setting.config).tensors) > MAX_EXACT_TENSORS
     start: Budgets | None = None
     for candidate in _shortlist(problem, candidates(problem)):
         placed = fitted(
@@ -197,7 +197,7 @@ def _ranked(problem: Problem, plans: list[Plan], scores: Mapping[Policy, float])
     ordered = sorted(plans, key=lambda plan: -scores[plan.policy])
     if problem.workload.num_sequences or not plans:
         return ordered
-    enough = (1 - SLACK) * scores[ordered[0].policy]
+    enough = (1 - SMALLER_GROUP_LOSS) * scores[ordered[0].policy]
     close = [plan for plan in ordered if scores[plan.policy] >= enough]
     close.sort(key=lambda plan: plan.block_sequences)
     return close + [plan for plan in ordered if plan not in close]
@@ -211,7 +211,9 @@ def _shortlist(problem: Problem, fitting: list[Candidate]) -> list[Candidate]:
         enough = [c for c in fitting if c.throughput >= problem.min_throughput]
         return sorted(enough, key=lambda c: c.solution.total_s)
     if not problem.workload.num_sequences:
-        close = [c for c in fitting if c.throughput >= (1 - SLACK) * fitting[0].throughput]
+        close = [
+            c for c in fitting if c.throughput >= (1 - SMALLER_GROUP_LOSS) * fitting[0].throughput
+        ]
         close.sort(key=lambda c: (c.sequences, -c.throughput))
         # The simulator decides between the smallest, the fastest and one in the middle.
         first = [close[0], fitting[0], close[len(close) // 2]]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-MOST = 8
+MAX_SEGMENTS = 8
 """Segments of a batch at most, a power of two; each is compiled separately."""
 
-STEP = 16
+SEGMENT_TOKENS = 16
 """Tokens that are left out are a multiple of this."""
 
 
@@ -32,7 +32,7 @@ def segments_of(padding: Sequence[int], worth: int, together: int = 1) -> tuple[
     def gain(segments: Sequence[Segment]) -> int:
         return left_out(segments) - worth * len(segments) * (len(segments) > 1)
 
-    choices = [_divided(padding, 1 << n, together) for n in range(MOST.bit_length())]
+    choices = [_divided(padding, 1 << n, together) for n in range(MAX_SEGMENTS.bit_length())]
     best = max(choices, key=gain)
     return best if left_out(best) else ()
 
@@ -48,7 +48,9 @@ def _divided(padding: Sequence[int], count: int, together: int) -> tuple[Segment
     rows = -(-len(padding) // count)
     rows = -(-rows // together) * together
     groups = [padding[start : start + rows] for start in range(0, len(padding), rows)]
-    segments = [Segment(len(group), min(group) // STEP * STEP) for group in groups]
+    segments = [
+        Segment(len(group), min(group) // SEGMENT_TOKENS * SEGMENT_TOKENS) for group in groups
+    ]
     return tuple(
         Segment(sum(segment.rows for segment in alike), skipped)
         for skipped, alike in groupby(segments, key=lambda segment: segment.skipped)

@@ -16,7 +16,7 @@ from flexgen_jax.policy.waves import Step
 ROWS_OF_A_LARGE_BATCH = 64
 """Above this, a batch shrinks in smaller steps."""
 
-FEWEST = 4
+ENTRY_FRACTION = 4
 """New batches enter a run when rows for this fraction of a batch are free."""
 
 

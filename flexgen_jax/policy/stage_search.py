@@ -25,14 +25,14 @@ from flexgen_jax.policy.shapes import BlockShape
 from flexgen_jax.policy.simulate import simulate
 from flexgen_jax.policy.stages import Division, groups_of
 
-LARGEST_GROUP = 4096
+MAX_GROUP_SEQUENCES = 4096
 """Sequences in a group, at most."""
 
 WORSE = 6
 """After this many consecutive shapes that are no better, those of two sizes of groups, the search
 ends."""
 
-WORTH_MOVING = 1.05
+MIN_MOVE_SPEEDUP = 1.05
 """Placed weights move to another division of layers if its predicted speedup exceeds this
 factor."""
 
@@ -194,7 +194,9 @@ def chain_plan(
 def shapes(problem: Problem, groups: int) -> Iterator[Shape]:
     """Yields shapes with `groups` groups, largest groups first."""
     num_sequences = problem.workload.num_sequences
-    rows = min(LARGEST_GROUP, ceil(num_sequences / groups) if num_sequences else LARGEST_GROUP)
+    rows = min(
+        MAX_GROUP_SEQUENCES, ceil(num_sequences / groups) if num_sequences else MAX_GROUP_SEQUENCES
+    )
     while rows:
         for batches in (1, 4, 16):
             if rows % batches == 0 and rows // batches <= 512:
@@ -229,7 +231,7 @@ def fastest(plans: Iterable[ChainPlan], placed: Division | None = None) -> Chain
     """
 
     def seconds(plan: ChainPlan) -> float:
-        return plan.total_s * (1 if placed in (None, plan.layers) else WORTH_MOVING)
+        return plan.total_s * (1 if placed in (None, plan.layers) else MIN_MOVE_SPEEDUP)
 
     return min(plans, key=seconds, default=None)
 

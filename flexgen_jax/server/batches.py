@@ -28,7 +28,7 @@ from flexgen_jax.server.files import Files, read_record, write_whole
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 
-LEAST_WAITING = 16
+MIN_WAITING_TEXTS = 16
 """Texts of batches that may wait at least, so that there are rows to fill."""
 
 LEAST_LATER_S, MOST_LATER_S = 5.0, 60.0
@@ -217,8 +217,8 @@ class Running:
         """Returns whether more texts may be asked for: no more wait than fill the next rows, and
         after a client has come, the rows of one batch stay free for the next one."""
         engine, policy = self._engine, self._engine.llm.policy
-        rows = LEAST_WAITING if policy is None else policy.batch_size
-        if engine.waiting + self._coming >= max(LEAST_WAITING, rows):
+        rows = MIN_WAITING_TEXTS if policy is None else policy.batch_size
+        if engine.waiting + self._coming >= max(MIN_WAITING_TEXTS, rows):
             return False
         if policy is None or policy.num_batches == 1 or not engine.has_clients:
             return True

@@ -15,7 +15,7 @@ from flexgen_jax.engine.outputs import RequestOutput
 from flexgen_jax.engine.requests import Request
 from flexgen_jax.jobs.answers import answer
 from flexgen_jax.jobs.job import CHAT_TOKENS
-from flexgen_jax.jobs.lines import MOST_CHOICES, Line, LineError, read_line
+from flexgen_jax.jobs.lines import MAX_CHOICES, Line, LineError, read_line
 from flexgen_jax.models.answer_stream import AnswerStream, PlainStream
 from flexgen_jax.models.chat import ChatOptions
 from flexgen_jax.server.errors import RefusedError
@@ -89,7 +89,7 @@ class Asked:
         if isinstance(temperature, int | float) and temperature > MAX_TEMPERATURE:
             message = f'"temperature" must be at most {MAX_TEMPERATURE}, not {temperature}'
             raise RefusedError(400, message)
-        limit = max(llm.config.max_positions, MOST_CHOICES)
+        limit = max(llm.config.max_positions, MAX_CHOICES)
         for name in ("prompt", "messages"):
             if isinstance(body.get(name), list) and len(body[name]) > limit:
                 message = f'"{name}" has {len(body[name])} entries; the model takes {limit} at most'

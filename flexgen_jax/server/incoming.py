@@ -20,7 +20,7 @@ BODY_BYTES = 8 << 20
 BODIES_BYTES = 32 << 20
 """The most bytes of all bodies that are being read."""
 
-LARGE_BYTES = 1 << 20
+SERIAL_PARSE_BYTES = 1 << 20
 """Bodies of more bytes are parsed one at a time: a parsed body takes many times its bytes."""
 
 FILE_BYTES = 1 << 30
@@ -83,7 +83,7 @@ class Bodies:
                 if self._bytes > BODIES_BYTES:
                     message = "too many large bodies come at once; try again later"
                     raise RefusedError(503, message, "overloaded", {"Retry-After": "5"})
-            if len(content) <= LARGE_BYTES:
+            if len(content) <= SERIAL_PARSE_BYTES:
                 return await asyncio.to_thread(parse, bytes(content))
             async with self._parsing:
                 return await asyncio.to_thread(parse, bytes(content))

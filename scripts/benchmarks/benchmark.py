@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from disk_rate import read_rate
-from flexgen_jax.machine.jax_settings import FRACTION, MOST_OF_THE_CARD, OLD_FRACTION
+from flexgen_jax.machine.jax_settings import DEFAULT_GPU_SHARE, FRACTION, OLD_FRACTION
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.weight_source import DummyWeights
 from flexgen_jax.policy.hardware import UNSTEADY, HardwareProfile, Rate
@@ -188,7 +188,7 @@ class Bench:
         within it by PyTorch; on a smaller card it gets what a card can give."""
         if not case.on_gpu or self.gpu_memory is None:
             return {}
-        share = min(float(MOST_OF_THE_CARD), case.limit / self.gpu_memory)
+        share = min(float(DEFAULT_GPU_SHARE), case.limit / self.gpu_memory)
         return {FRACTION: f"{share:.4f}", OLD_FRACTION: None}  # both together are an error
 
     def _disk_rate(self, case: Case, flags: list[str]) -> float | None:

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Makes the compute kernels attend to the caches and prompts of small models too."""
-    monkeypatch.setattr(attention, "FEW_ELEMENTS", 0)
+    monkeypatch.setattr(attention, "MIN_KERNEL_ELEMENTS", 0)
     monkeypatch.setattr(attention, "FEW_OF_A_PROMPT", 0)
     table.compiled.cache_clear()
     yield

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the 
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the kernel compute small states, too."""
-    monkeypatch.setattr(delta, "FEW_ELEMENTS", 0)
+    monkeypatch.setattr(delta, "MIN_KERNEL_ELEMENTS", 0)
 
 
 @pytest.mark.parametrize("donates", [False, True])

@@ -33,7 +33,7 @@ def test_the_interface_is_the_one_that_handlers_know() -> None:
 @pytest.fixture
 def anew_registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small caches and products are for the kernels too, and none is registered yet."""
-    monkeypatch.setattr(attention, "FEW_ELEMENTS", 0)
+    monkeypatch.setattr(attention, "MIN_KERNEL_ELEMENTS", 0)
     monkeypatch.setattr(attention, "FEW_OF_A_PROMPT", 0)
     for name in ("FEW_PRODUCTS", "FEW_ROWS", "FEW_READ", "FEW_PACKED"):
         monkeypatch.setattr(matmul, name, 0)

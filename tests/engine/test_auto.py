@@ -315,7 +315,7 @@ def test_an_unusable_disk_is_no_reason_not_to_run(
     def fail(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("flexgen_jax.engine.planner.WORTH_PROBING_S", 0.0)
+    monkeypatch.setattr("flexgen_jax.engine.planner.MIN_PROBED_RUN_S", 0.0)
     monkeypatch.setattr("flexgen_jax.engine.planner.known_profile", lambda *_: None)
     monkeypatch.setattr("flexgen_jax.engine.planner.assumed_profile", fail)
     with LLM(checkpoint(), dtype="float32") as llm:

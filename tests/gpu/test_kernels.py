@@ -23,7 +23,7 @@ from flexgen_jax.gpu import (
     packed_product,
     packed_tiles,
 )
-from flexgen_jax.gpu.backend import CHOICE
+from flexgen_jax.gpu.backend import KERNELS_VARIABLE
 from flexgen_jax.layers.encoding import encoded
 from flexgen_jax.layers.quantization import QuantizedArray
 from flexgen_jax.models.formats.decoding import decoded
@@ -306,7 +306,7 @@ def held_to_numbers(
     """Multiplies random rows by a kernel that stands for these numbers; by the matrix units if
     they are rounded to the dtype."""
     x = jnp.asarray(
-        rng.standard_normal((min(rows, product.LARGEST_COUNT), numbers.shape[1])), dtype
+        rng.standard_normal((min(rows, product.MAX_ROWS), numbers.shape[1])), dtype
     )
     assert product.can_multiply(x, kernel)
     if product is packed_tiles:
@@ -422,7 +422,7 @@ def test_other_formats_are_left_to_xla() -> None:
     assert packed_product.can_multiply(x, own_bits)
     few = encoded(jnp.ones((8, 128), "float16"), Storage((8, 128), "float16", own(4)))
     assert not packed_product.can_multiply(x, few)
-    many = packed_product.LARGEST_COUNT + 1
+    many = packed_product.MAX_ROWS + 1
     assert not packed_product.can_multiply(jnp.zeros((many, 128), "float16"), own_bits)
     assert not packed_product.can_multiply(jnp.zeros((1, 128), "float32"), own_bits)
 
@@ -460,9 +460,9 @@ def test_kernels_by_the_card(kind: str, capability: str, kernels: type) -> None:
     if isinstance(chosen, GpuKernels):
         assert chosen.has_large_tiles == (capability != "8.9")
     assert chosen.in_words == ("triton" if kernels is GpuKernels else "xla")
-    assert type(kernels_of_gpu(device, {CHOICE: "xla"})) is DeviceKernels
+    assert type(kernels_of_gpu(device, {KERNELS_VARIABLE: "xla"})) is DeviceKernels
     with pytest.raises(UserError, match="set it to xla"):
-        kernels_of_gpu(device, {CHOICE: "triton"})
+        kernels_of_gpu(device, {KERNELS_VARIABLE: "triton"})
 
 
 @examples(8)

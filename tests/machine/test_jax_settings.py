@@ -15,8 +15,8 @@ import pytest
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine import jax_settings
 from flexgen_jax.machine.jax_settings import (
+    DEFAULT_GPU_SHARE,
     FRACTION,
-    MOST_OF_THE_CARD,
     OLD_FRACTION,
     PINNED,
     PINNED_DEFAULT,
@@ -109,7 +109,7 @@ def test_one_call_sets_up_what_the_commands_do(cache: Path) -> None:
     environment: dict[str, str] = {}
     set_up_jax(environment)
     assert FOLDER in environment
-    assert environment[FRACTION] == MOST_OF_THE_CARD
+    assert environment[FRACTION] == DEFAULT_GPU_SHARE
 
 
 def test_the_call_reaches_jax_even_if_that_is_imported(cache: Path, tmp_path: Path) -> None:

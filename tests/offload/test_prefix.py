@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
-from flexgen_jax.engine.requests import LEAST_PREFIX, shared_tokens
+from flexgen_jax.engine.requests import MIN_PREFIX_TOKENS, shared_tokens
 from flexgen_jax.errors import UserError
 from flexgen_jax.offload import executor
 from flexgen_jax.policy.waves import Step
@@ -107,8 +107,8 @@ def test_what_is_shared(prefix: list[int], other: list[int], begins: bool) -> No
     shared = shared_tokens(prompt, prefix)
     assert shared in ((), (len(prefix) - 1,))
     for length in shared:
-        assert length >= LEAST_PREFIX
+        assert length >= MIN_PREFIX_TOKENS
         assert prompt[:length] == prefix[:length]
         assert length < len(prompt)
     if begins and other and not shared:
-        assert len(prefix) <= LEAST_PREFIX
+        assert len(prefix) <= MIN_PREFIX_TOKENS

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
-from flexgen_jax.engine.prefix_sharing import LEAST_SAVED, share
+from flexgen_jax.engine.prefix_sharing import MIN_SAVED_TOKENS, share
 from flexgen_jax.engine.prefixes import padded_prefix
-from flexgen_jax.engine.requests import LEAST_PREFIX, EncodedRequest
+from flexgen_jax.engine.requests import MIN_PREFIX_TOKENS, EncodedRequest
 from tests.helpers.numpy_opt import reference
 
 pytestmark = pytest.mark.usefixtures("sharing_pays")
@@ -122,9 +122,9 @@ def test_what_is_shared(parts: list[tuple[int, int, list[int]]]) -> None:
     for request in shared:
         before = 0
         for length in request.shared:
-            assert before + LEAST_PREFIX <= length < len(request.prompt_ids)
+            assert before + MIN_PREFIX_TOKENS <= length < len(request.prompt_ids)
             count = users[request.prompt_ids[:length]]
-            assert (length - before) * (count - 1) >= LEAST_SAVED
+            assert (length - before) * (count - 1) >= MIN_SAVED_TOKENS
             before = length
     wanted = Counter(row[:30] for row in rows)
     for request in shared:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
 from flexgen_jax.engine import drafting
-from flexgen_jax.engine.lookup import LONGEST, SHORTEST, LookupDrafter
+from flexgen_jax.engine.lookup import MAX_LOOKUP_TOKENS, MIN_LOOKUP_TOKENS, LookupDrafter
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.loading import Model
 from flexgen_jax.offload.speculation import (
@@ -218,7 +218,7 @@ def test_lookup_finds_what_followed_last_time(ids: list[int], count: int, data: 
     draft.guess(ids[:cut], count, draws)  # in two steps
     guesses = list(draft.guess(ids, count, draws))
     expected: list[int] = []
-    for size in range(min(LONGEST, len(ids)), SHORTEST - 1, -1):
+    for size in range(min(MAX_LOOKUP_TOKENS, len(ids)), MIN_LOOKUP_TOKENS - 1, -1):
         ends = [n for n in range(size, len(ids)) if ids[n - size : n] == ids[-size:]]
         if ends:
             longer = list(ids)

@@ -206,7 +206,7 @@ def test_a_small_block_is_enough_where_the_number_is_free(monkeypatch: pytest.Mo
     hw = replace(known_machine("t4-16gb"), disk_range=(0.5, 1.5))
     found = []
     for slack in (0.0, 0.5):
-        monkeypatch.setattr("flexgen_jax.policy.search.SLACK", slack)
+        monkeypatch.setattr("flexgen_jax.policy.search.SMALLER_GROUP_LOSS", slack)
         plans = search(problem("facebook/opt-6.7b", hw=hw, workload=Workload(256, 16, 0)))
         found.append(plans[0])
         near = [p for p in plans if p.throughput > 0.6 * plans[0].throughput]

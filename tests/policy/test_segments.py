@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_jax.policy.segments import MOST, left_out, segments_of
+from flexgen_jax.policy.segments import MAX_SEGMENTS, left_out, segments_of
 
 PADDING = st.lists(st.integers(0, 300), min_size=1, max_size=60).map(sorted)
 
@@ -15,7 +15,7 @@ def test_segments_cover_all_rows_and_leave_out_nothing_but_padding(
     padding: list[int], worth: int, together: int
 ) -> None:
     segments = segments_of(padding, worth, together)
-    assert len(segments) <= MOST
+    assert len(segments) <= MAX_SEGMENTS
     start = 0
     for rows, skipped in segments:
         assert rows > 0 and skipped <= min(padding[start : start + rows])

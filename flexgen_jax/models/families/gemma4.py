@@ -47,7 +47,7 @@ UNIFIED = {
 }
 """Defaults of Gemma 4 12B where they differ."""
 
-SMALL = {
+SMALL_MODEL_FIELDS = {
     "hidden_size_per_layer_input": "embeddings of each layer",
     "num_kv_shared_layers": "layers that share keys and values",
     "use_double_wide_mlp": "feed-forward blocks of two widths",
@@ -60,7 +60,7 @@ def _gemma4(raw: Mapping[str, Any]) -> ModelConfig:
     known_fields = {name: value for name, value in with_text(raw).items() if value is not None}
     own_defaults = UNIFIED if raw["model_type"].startswith("gemma4_unified") else {}
     raw = {**DEFAULTS, **own_defaults, **known_fields, "model_type": raw["model_type"]}
-    for name, meaning in SMALL.items():
+    for name, meaning in SMALL_MODEL_FIELDS.items():
         if raw.get(name):
             raise ConfigError(
                 f"{name} is {raw[name]!r}: {meaning} (Gemma 4 E2B and E4B) are not supported; "
