@@ -149,8 +149,8 @@ class Ending:
             self._llm.cancel(request_id)
 
 
-def text_lengths(lengths: str, count: int, most: int, seed: int) -> list[int]:
-    """Returns the tokens of `count` texts, each from 1 to `most`.
+def text_lengths(lengths: str, count: int, max_tokens: int, seed: int) -> list[int]:
+    """Returns the tokens of `count` texts, each from 1 to `max_tokens`.
 
     lengths: "lognormal:MEAN", with a sigma of 0.8; or a file with a number in each line, which is
     used again and again. Raises `UserError` if it is neither.
@@ -161,7 +161,7 @@ def text_lengths(lengths: str, count: int, most: int, seed: int) -> list[int]:
     if name == "lognormal" and mean.isdigit() and int(mean) > 0:
         drawn = np.random.default_rng(seed).lognormal(0, SIGMA, count)
         lengths_drawn = np.round(drawn / drawn.mean() * int(mean))
-        return [int(n) for n in np.clip(lengths_drawn, 1, most)]
+        return [int(n) for n in np.clip(lengths_drawn, 1, max_tokens)]
     try:
         lengths_read = [int(line) for line in Path(lengths).read_text().split()]
     except OSError as error:
@@ -172,7 +172,7 @@ def text_lengths(lengths: str, count: int, most: int, seed: int) -> list[int]:
         lengths_read = []
     if not lengths_read or min(lengths_read) < 1:
         raise UserError(f"--lengths {lengths}: each line must have a number of tokens, at least 1")
-    return [min(lengths_read[i % len(lengths_read)], most) for i in range(count)]
+    return [min(lengths_read[i % len(lengths_read)], max_tokens) for i in range(count)]
 
 
 def bench_summary(report: Report) -> str:

@@ -151,14 +151,13 @@ def _as_int(_context: click.Context, _option: click.Parameter, value: str | None
     return int(value) if value else None
 
 
-def _bits_option(name: str, what: str) -> Callable[[Function], Function]:
+def _bits_option(name: str, tensor_name: str) -> Callable[[Function], Function]:
     return click.option(
         f"--{name}-bits",
         type=click.Choice([str(bits) for bits in BITS]),
         callback=_as_int,
-        help=f"Bits of {what}; 16 is the dtype itself. 4 bits: 28 % of the memory and traffic, "
-        "at a "
-        "small loss of quality.",
+        help=f"Bits of {tensor_name}; 16 is the dtype itself. "
+        "4 bits: 28 % of the memory and traffic, at a small loss of quality.",
     )
 
 

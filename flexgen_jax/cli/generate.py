@@ -169,7 +169,7 @@ def generate(
 
 
 def print_results(
-    given: Sequence[Prompt],
+    prompts: Sequence[Prompt],
     results: Sequence[Mapping[str, Any]],
     report: Mapping[str, Any],
     json_file: Path | None,
@@ -201,7 +201,7 @@ def print_results(
             f"{report['num_tokens'] / seconds:.1f} token/s{limits}"
         )
     if errors:
-        raise _impossible(given, impossible(errors))
+        raise _impossible(prompts, impossible(errors))
 
 
 class Chat(NamedTuple):
@@ -226,7 +226,7 @@ def parse_variables(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def run_prompts(
-    given: Sequence[Prompt],
+    prompts: Sequence[Prompt],
     prefix: str,
     params: SamplingParams,
     options: EngineOptions,
@@ -241,20 +241,20 @@ def run_prompts(
     """
     from flexgen_jax.engine.files import as_json
 
-    texts = [prompt.text for prompt in given]
+    texts = [prompt.text for prompt in prompts]
     with open_llm(options) as llm:
         params = _with_limit(params, llm)
         try:
             results = _continued(llm, texts, prefix, params, chat, shows)
         except PromptError as error:
-            raise _impossible(given, error) from None
+            raise _impossible(prompts, error) from None
         failed = [{**as_json(r), "index": int(r.id)} for r in results if r.error is not None]
         good = [_with_reasoning(llm, r, chat) for r in results if r.error is None]
         return [*good, *failed], llm.report() if good else {}
 
 
 def run_job(
-    given: Sequence[Prompt],
+    prompts: Sequence[Prompt],
     params: SamplingParams,
     output: Path,
     options: EngineOptions,
@@ -269,7 +269,7 @@ def run_job(
     with open_llm(options) as llm:
         params = _with_limit(params, llm)
         job = JobOptions(
-            source=request_lines([prompt.text for prompt in given], params, chat),
+            source=request_lines([prompt.text for prompt in prompts], params, chat),
             results=output,
             seed=params.seed,
             is_ordered=True,
@@ -349,8 +349,8 @@ def _shown(
     return replace(result, prompt=text)
 
 
-def _impossible(given: Sequence[Prompt], error: PromptError) -> UserError:
+def _impossible(prompts: Sequence[Prompt], error: PromptError) -> UserError:
     """Returns the error of prompts that cannot be continued, with their places."""
-    places = "; ".join(given[index].where for index in error.indices[:5])
+    places = "; ".join(prompts[index].where for index in error.indices[:5])
     etc = ", ..." if len(error.indices) > 5 else ""
     return UserError(f"{error} ({places}{etc})")

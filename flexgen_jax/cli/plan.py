@@ -196,13 +196,13 @@ def make_problem(
     )
 
 
-def made_plans(problem: Problem, given: Policy | None) -> list[Plan]:
+def made_plans(problem: Problem, policy: Policy | None) -> list[Plan]:
     """Returns the plans, the chosen one first; raises `UserError` if there is none."""
-    if given is not None:
-        missing = problem.budgets.shortfalls(problem.peak(given))
+    if policy is not None:
+        missing = problem.budgets.shortfalls(problem.peak(policy))
         if missing:
             raise UserError(f"the policy does not fit: {missing[0]}")
-        plan = evaluate(problem, given)
+        plan = evaluate(problem, policy)
         excess = problem.excess_writes(plan)
         if excess is not None:
             raise UserError(excess)
@@ -245,9 +245,9 @@ def _what_would_fit(problem: Problem) -> str:
     return ", or ".join(suggestions) or "it needs more device memory, host memory and disk together"
 
 
-def refuse_with_stages(*given: object) -> None:
+def refuse_with_stages(*options: object) -> None:
     """Raises `UserError` for options that a plan of stages does not support."""
-    if any(one is not None for one in given):
+    if any(one is not None for one in options):
         raise UserError(
             "--stages cannot be combined with a policy, limits, --prefix-len or --latency-curve"
         )
@@ -266,10 +266,10 @@ def staged_plan(problem: Problem, stages: int) -> ChainPlan:
     return chain
 
 
-def hints(problem: Problem, chosen: Policy) -> list[dict[str, Any]]:
+def hints(problem: Problem, policy: Policy) -> list[dict[str, Any]]:
     """Returns changes of hardware or flags with a large predicted speedup, and the speedup. Batch
     sizes stay near those of the chosen policy unless there are more sequences."""
-    base = candidates(problem, near=chosen)
+    base = candidates(problem, centre=policy)
     if not base:
         return []
     hw, budgets = problem.hw, problem.budgets
@@ -296,7 +296,7 @@ def hints(problem: Problem, chosen: Policy) -> list[dict[str, Any]]:
     worth: list[dict[str, Any]] = []
     for idea, changed in ideas:
         has_more = changed.workload != problem.workload
-        best = candidates(changed, near=None if has_more else chosen)
+        best = candidates(changed, centre=None if has_more else policy)
         times = best[0].throughput / base[0].throughput if best else 0.0
         if times >= MIN_HINT_SPEEDUP:
             worth.append({"change": idea, "times": round(times, 2)})

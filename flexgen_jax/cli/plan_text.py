@@ -179,21 +179,20 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
     return "\n".join(lines)
 
 
-def _why_not(chosen: Plan, other: Plan) -> str:
+def _why_not(best: Plan, other: Plan) -> str:
     """Returns why a plan that is predicted to be faster is not the chosen one."""
-    if other.throughput <= chosen.throughput:
+    if other.throughput <= best.throughput:
         return ""
-    if other.block_sequences > chosen.block_sequences:
-        more = other.latency_s / max(chosen.latency_s, 1e-9)
+    if other.block_sequences > best.block_sequences:
+        more = other.latency_s / max(best.latency_s, 1e-9)
         return f", within the prediction's error, with results after {more:.1f} times the time"
     return ", but slower where the disk is not as fast as usual"
 
 
-def _bar(name: str, used: int, limit: int | None) -> str:
+def _bar(name: str, nbytes: int, limit: int | None) -> str:
     if limit is None:
-        return f"{name:>7} {used / 1e9:8.2f} GB"
-    filled = min(BAR, round(BAR * used / max(limit, 1)))
-    filled = max(filled, 1) if used else 0
-    return (
-        f"{name:>7} [{'#' * filled}{'.' * (BAR - filled)}] {used / 1e9:.2f} of {limit / 1e9:.2f} GB"
-    )
+        return f"{name:>7} {nbytes / 1e9:8.2f} GB"
+    filled = min(BAR, round(BAR * nbytes / max(limit, 1)))
+    filled = max(filled, 1) if nbytes else 0
+    bar = "#" * filled + "." * (BAR - filled)
+    return f"{name:>7} [{bar}] {nbytes / 1e9:.2f} of {limit / 1e9:.2f} GB"

@@ -108,16 +108,16 @@ class Waiting:
         make: Callable[[Sequence[EncodedRequest], int], Batch],
         choices: TokenChoices | None = None,
         shares: bool = False,
-        kept: KeptTexts = NOTHING_KEPT,
+        earlier_texts: KeptTexts = NOTHING_KEPT,
     ) -> None:
         """make: makes a batch of its requests, with that many rows; choices: the sampling state,
-        None without sampling; shares: whether later requests may share prefixes; kept: lookup in a
-        KV store."""
+        None without sampling; shares: whether later requests may share prefixes; earlier_texts:
+        lookup in a KV store."""
         self._plan, self._source, self._make = plan, source, make
         self._requests: list[EncodedRequest] = []
         self._admission = Admission(plan)
-        self._prefixes = Prefixes(self._admission, kept.open)
-        self._kept = kept
+        self._prefixes = Prefixes(self._admission, earlier_texts.open)
+        self._kept = earlier_texts
         self._given: dict[Running, Batch] = {}
         self.members: dict[Running, Sequence[EncodedRequest]] = {}
         # The prefixes of the rows of each batch.
@@ -140,7 +140,7 @@ class Waiting:
         """Return the computed parts of an admitted batch."""
         return self._given[running]
 
-    def enter(self, going: Sequence[Running], most: int | None) -> Sequence[Running]:
+    def enter(self, going: Sequence[Running], max_batches: int | None) -> Sequence[Running]:
         """Admits batches while the plan has rows in addition to those of `going`, after their
         prefixes."""
         if any(running.is_prefix for running in going):
@@ -153,7 +153,7 @@ class Waiting:
             self._top_up(max(0, free - len(self._requests)))
         self._drop_unwanted()
         if not self._next_ones:
-            number = min(free, policy.batch_size * (most or policy.num_batches))
+            number = min(free, policy.batch_size * (max_batches or policy.num_batches))
             self._next_ones = self._chosen(number, is_beside=bool(going))
         while missing := self._prefixes.missing(self._next_ones):
             entered = self._enter_prefixes(missing, is_first=not going)
@@ -233,9 +233,9 @@ class Waiting:
         del self._given[running], self.members[running]
         self._chains.pop(running, None)
 
-    def _top_up(self, most: int) -> None:
+    def _top_up(self, max_requests: int) -> None:
         """Takes requests that have come; the shortest prompts are first."""
-        new_requests = self._source.take(most)
+        new_requests = self._source.take(max_requests)
         if not new_requests:
             return
         if self._shares and self._plan.shape.prefix:
@@ -249,10 +249,10 @@ class Waiting:
         self._requests = _in_order(self._requests, self._prefixes)
         self._prefixes.hold_for([*self._requests, *self._next_ones])
 
-    def _chosen(self, most: int, is_beside: bool) -> Sequence[EncodedRequest]:
-        """Takes up to `most` requests out, neighbours in length; is_beside: whether they run
-        together with other batches."""
-        number = min(most, len(self._requests))
+    def _chosen(self, max_requests: int, is_beside: bool) -> Sequence[EncodedRequest]:
+        """Takes up to `max_requests` requests out, neighbours in length; is_beside: whether they
+        run together with other batches."""
+        number = min(max_requests, len(self._requests))
         if is_beside and number:
             number = rows_beside(number)
         first = 0

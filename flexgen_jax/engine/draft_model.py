@@ -127,33 +127,33 @@ class Network:
         self._store.close()
         self._device.close()
 
-    def rows(self, most: int) -> Rows:
+    def rows(self, max_tokens: int) -> Rows:
         """Sets up a sequence without padding, of at most `tokens` tokens."""
         zero = np.zeros(1, np.int32)
         constant = self._device.memories.constant
-        return Rows(*map(constant, (zero, zero, np.array([most], np.int32))))
+        return Rows(*map(constant, (zero, zero, np.array([max_tokens], np.int32))))
 
-    def run(self, ids: Any, start: int, known: int, kept: TextState) -> jax.Array:
+    def run(self, ids: Any, start: int, num_known: int, state: TextState) -> jax.Array:
         """Runs tokens, int32 [1, token], from index `start` through the layers; only the first
-        `known` tokens change the state. Returns hidden states, [1, token, hidden]."""
+        `num_known` tokens change the state. Returns hidden states, [1, token, hidden]."""
         numbers, tokens = self._device.memories.numbers, ids.shape[1]
         embed = self._programs.get(programs.embed, rows=1, tokens=tokens)
         hidden: jax.Array
-        hidden, checks = embed(self._weights[0], ids, numbers(start), kept.rows)
+        hidden, checks = embed(self._weights[0], ids, numbers(start), state.rows)
         for layer in self.spec.decoders:
             weights, number = self._weights[layer.index], layer.index - 1
             if layer.attends:
-                decode = self._get(programs.decode, layer, tokens, tail=kept.room, appends=True)
-                position_arguments = (numbers(start), kept.rows)
-                hidden, kept.tails[number], checks = decode(
-                    weights, hidden, (), kept.tails[number], checks, *position_arguments
+                decode = self._get(programs.decode, layer, tokens, tail=state.room, appends=True)
+                position_arguments = (numbers(start), state.rows)
+                hidden, state.tails[number], checks = decode(
+                    weights, hidden, (), state.tails[number], checks, *position_arguments
                 )
             else:
                 shape = {"asked": tokens, "tail": 0, "cuts": (), "has_guesses": tokens > 1}
                 mix = self._get(programs.mix, layer, tokens, **shape)
-                end = (numbers(known),) if tokens > 1 else ()
-                mix_arguments = (weights, hidden, (), kept.states[number], numbers(start), checks)
-                hidden, _, kept.states[number], checks = mix(*mix_arguments, kept.rows, *end)
+                end = (numbers(num_known),) if tokens > 1 else ()
+                mix_arguments = (weights, hidden, (), state.states[number], numbers(start), checks)
+                hidden, _, state.states[number], checks = mix(*mix_arguments, state.rows, *end)
         return hidden
 
     def _get(self, kind: Any, layer: LayerSpec, tokens: int, **shape: Any) -> Any:

@@ -19,9 +19,9 @@ class Source(Protocol[R]):
     def is_ended(self) -> bool:
         """Whether no more will come, but for those that `take` still returns."""
 
-    def take(self, most: int) -> Sequence[R]:
+    def take(self, max_count: int) -> Sequence[R]:
         """Returns those that have come and were not taken; does not wait. If more will come,
-        returns at most `most`."""
+        returns at most `max_count`."""
 
     def wait(self) -> bool:
         """Waits until one has come; returns false if none will come any more."""
@@ -35,7 +35,7 @@ class Listed(Generic[T]):
     def __init__(self, requests: Sequence[T]) -> None:
         self._left = requests
 
-    def take(self, most: int) -> Sequence[T]:
+    def take(self, max_count: int) -> Sequence[T]:
         requests, self._left = self._left, ()
         return requests
 
@@ -70,9 +70,9 @@ class Feed(Generic[S, T]):
             self._limit = limit
             self._changed.notify_all()
 
-    def take(self, most: int) -> Sequence[T]:
+    def take(self, max_count: int) -> Sequence[T]:
         with self._changed:
-            requests = [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
+            requests = [self._ready.popleft() for _ in range(min(max_count, len(self._ready)))]
             self._changed.notify_all()
             return requests
 
@@ -134,10 +134,10 @@ class Incoming(Generic[T]):
         """Gives back all requests that were taken and are not finished."""
         self._back = list(requests)
 
-    def take(self, most: int) -> Sequence[T]:
+    def take(self, max_count: int) -> Sequence[T]:
         """Returns those that are to be run again, and others as `Source.take` does."""
         back, self._back = self._back, []
-        return [*back, *self._source.take(most)]
+        return [*back, *self._source.take(max_count)]
 
     def wait(self) -> bool:
         """Waits until one has come; returns false if none will come any more."""

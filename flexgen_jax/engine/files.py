@@ -46,7 +46,7 @@ def read_text(path: Path, flag: str) -> str:
         raise UserError(f"cannot read {flag} {path}: {error}") from None
 
 
-def _prompt_in(line: str, where: str) -> str:
+def _prompt_in(line: str, place: str) -> str:
     try:
         value = json.loads(line)
         prompt = value["prompt"] if isinstance(value, dict) else None
@@ -55,7 +55,7 @@ def _prompt_in(line: str, where: str) -> str:
     except (ValueError, KeyError, RecursionError):
         prompt = None
     if not isinstance(prompt, str):
-        raise UserError(f'{where} is not an object with a string "prompt": {{"prompt": "..."}}')
+        raise UserError(f'{place} is not an object with a string "prompt": {{"prompt": "..."}}')
     return prompt
 
 

@@ -34,13 +34,13 @@ class Matcher:
     """
 
     def __init__(
-        self, matcher: Any, vocabulary: Vocabulary, made: Sequence[int], opened: str | None
+        self, matcher: Any, vocabulary: Vocabulary, generated: Sequence[int], opened: str | None
     ) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
         self._opened = None if opened is None else opened.encode()
         self._reasoning = b""
         self._digits = Digits()
-        for token in made:
+        for token in generated:
             self.take(token)
 
     def copy(self) -> Matcher:
@@ -165,12 +165,12 @@ class Grammars:
         """Raises `UserError` for a schema that `matcher` refuses."""
         self._compiled(schema)
 
-    def matcher(self, schema: str, prompt: Sequence[int], made: Sequence[int]) -> Matcher:
-        """Returns the matcher of a text that has the tokens `made`. schema: a JSON schema, itself
-        as JSON; prompt: the tokens before the text, which may begin reasoning. Raises `UserError`
-        for an invalid or unsupported schema."""
+    def matcher(self, schema: str, prompt: Sequence[int], generated: Sequence[int]) -> Matcher:
+        """Returns the matcher of a text that has the tokens `generated`. schema: a JSON schema,
+        itself as JSON; prompt: the tokens before the text, which may begin reasoning. Raises
+        `UserError` for an invalid or unsupported schema."""
         opened = opened_by(self._tokenizer, prompt)
-        return Matcher(self._compiled(schema).deep_copy(), self._bits, made, opened)
+        return Matcher(self._compiled(schema).deep_copy(), self._bits, generated, opened)
 
     def _compile(self, schema: str) -> Any:
         library = _library()

@@ -27,10 +27,10 @@ WINDOW, WINDOWS = 512, 16
 """Tokens that are computed together, and the most such windows of a text."""
 
 
-def windows_of_text(ids: list[int], most: int) -> np.ndarray:
+def windows_of_text(ids: list[int], context_len: int) -> np.ndarray:
     """Returns a text's tokens in windows, int32 [window, token]; raises `UserError` for a text of
-    fewer tokens than a few. most: the model's context."""
-    length = min(WINDOW, most, len(ids))
+    fewer tokens than a few. context_len: the model's context."""
+    length = min(WINDOW, context_len, len(ids))
     count = min(WINDOWS, len(ids) // max(1, length))
     if length < 2:
         raise UserError("the text of --calibrate has too few tokens; use at least a page")

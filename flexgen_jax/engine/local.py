@@ -83,8 +83,8 @@ class LocalRunner:
     def is_worth_sharing(self, saved: int, requests: Sequence[EncodedRequest]) -> bool:
         return spares_enough(saved, requests) and self.planner.is_worth_sharing(saved, requests)
 
-    def note(self, said: str) -> None:
-        self._progress.say(said)
+    def note(self, message: str) -> None:
+        self._progress.say(message)
 
     def policy_for(self, workload: Workload) -> Policy:
         policy = self.planner.policy_for(workload)

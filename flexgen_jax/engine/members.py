@@ -190,10 +190,10 @@ class Members:
                 )
         return self._failed(f"{member.name} {reason}")
 
-    def _failed(self, what: str) -> StageError:
+    def _failed(self, reason: str) -> StageError:
         """Ends all stages at once; returns an error that says what failed."""
         self._kill()
-        return StageError(f"{what}; all other stages were stopped")
+        return StageError(f"{reason}; all other stages were stopped")
 
     def _next(self) -> Message:
         """Returns the next message, and keeps it if it is a result; raises if a stage says that it
@@ -290,19 +290,19 @@ class Members:
 def _greeted(wire: Wire, key: str) -> int | None:
     """Returns the number of the stage that says hello, None if a stranger does."""
     try:
-        _, hello = wire.receive(most=1 << 12)
+        _, hello = wire.receive(max_bytes=1 << 12)
         is_ours = secrets.compare_digest(str(hello["key"]), key)
         return int(hello["stage"]) if is_ours else None
     except (ClosedError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _started(address: str, number: int, here: int, key: str) -> subprocess.Popen[bytes]:
-    """Starts the process of a stage, one of `here` on this machine."""
+def _started(address: str, number: int, num_local: int, key: str) -> subprocess.Popen[bytes]:
+    """Starts the process of a stage, one of `num_local` on this machine."""
     command = [sys.executable, "-m", "flexgen_jax", "stage", "--join", address]
     return subprocess.Popen(
         [*command, "--number", str(number)],
-        env={**QUIET, **os.environ, KEY: key, **(_visible_device(number) if here > 1 else {})},
+        env={**QUIET, **os.environ, KEY: key, **(_visible_device(number) if num_local > 1 else {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is for this process

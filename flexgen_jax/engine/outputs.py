@@ -156,7 +156,7 @@ class Generation:
         return [
             request.params.adjustments(
                 prompt=request.given_ids,
-                made=token_ids[:count],
+                generated=token_ids[:count],
                 eos_ids=self._eos_ids,
                 max_tokens=request.whole_limit,
             )
@@ -353,9 +353,9 @@ class Admitted:
     def wait(self) -> bool:
         return self._feed.wait()
 
-    def take(self, most: int) -> Sequence[EncodedRequest]:
+    def take(self, max_count: int) -> Sequence[EncodedRequest]:
         requests = []
-        for request in self._feed.take(most):
+        for request in self._feed.take(max_count):
             if isinstance(request, RequestOutput):
                 self._ready.append(request)
             elif self._generation.has(request.id):

@@ -62,13 +62,15 @@ class Split:
     branched: dict[Branches, list[Context]]
 
     @classmethod
-    def of(cls, rows: Sequence[Row], lengths: Sequence[int], shares: bool, most: int) -> Split:
+    def of(
+        cls, rows: Sequence[Row], lengths: Sequence[int], shares: bool, max_tokens: int
+    ) -> Split:
         """Chooses between one common beginning of all contexts and separate contexts, by the number
         of tokens to compute.
 
         rows: contexts with their continuations; lengths: tokens of the separate contexts; shares:
-        whether anything can be shared; most: tokens of a row with branches, 0 where there can be
-        none.
+        whether anything can be shared; max_tokens: tokens of a row with branches, 0 where there can
+        be none.
         """
         everything = tuple(range(len(rows)))
         if not shares or len(rows) < 2:
@@ -82,7 +84,7 @@ class Split:
             for context in _contexts(rows, lengths)
             if len(context.numbers) > 1
             and len(context.tokens) > context.branches.tokens
-            and context.computed <= min(most, context.apart)
+            and context.computed <= min(max_tokens, context.apart)
         ]
         saved = sum(context.apart - context.computed for context in contexts)
         if not contexts or shared_cost <= sum(map(len, rows)) - saved:

@@ -291,8 +291,8 @@ class Planner:
         self._backed_off += 1
         old_budgets, unified = self.budgets, self.setting.unified
 
-        def less(limit: int | None, used: int) -> int | None:
-            return None if limit is None else int(BACK_OFF * min(limit, used))
+        def less(limit: int | None, nbytes: int) -> int | None:
+            return None if limit is None else int(BACK_OFF * min(limit, nbytes))
 
         assert self._plan is not None, "an automatic run has a plan"
         used = self._plan.peak_bytes

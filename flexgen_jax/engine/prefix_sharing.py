@@ -31,12 +31,12 @@ def spares_enough(saved: int, requests: Sequence[EncodedRequest]) -> bool:
 
 def share(
     requests: Sequence[EncodedRequest],
-    known: Iterable[Ids] = (),
+    prefixes: Iterable[Ids] = (),
     stored: Callable[[Ids], int] = nothing_stored,
     is_worth: Callable[[int, Sequence[EncodedRequest]], bool] = spares_enough,
 ) -> list[EncodedRequest]:
     """Returns requests that know how long the prefixes are that they share with others of them, or
-    that are `known`. A prefix that a request names stays shared.
+    that are `prefixes`. A prefix that a request names stays shared.
 
     stored: the number of a prompt's first tokens in a KV store; is_worth:
     whether saving that number of tokens pays.
@@ -44,7 +44,7 @@ def share(
     Three prompts "abcx", "abcy" and "abd" may share "ab", and the first two "abc".
     """
     requests = [_with_stored(request, stored) for request in requests]
-    cuts = _known_prefixes(requests, known)
+    cuts = _known_prefixes(requests, prefixes)
     saved = sum(shared[-1] for shared in cuts.values())
     shared_requests = sorted(
         (n for n in range(len(requests)) if n not in cuts), key=lambda n: requests[n].prompt_ids
@@ -142,11 +142,11 @@ def _runs(common: Sequence[int], first: int, last: int, depth: int) -> Iterator[
             start = stop
 
 
-def _common(one: Any, other: Any) -> int:
+def _common(first: Any, other: Any) -> int:
     """Returns the length of the common prefix of two rows, at least one short of both."""
-    low, high = 0, min(len(one), len(other)) - 1
+    low, high = 0, min(len(first), len(other)) - 1
     while low < high:
         middle = (low + high + 1) // 2
-        is_equal = one[low:middle] == other[low:middle]
+        is_equal = first[low:middle] == other[low:middle]
         low, high = (middle, high) if is_equal else (low, middle - 1)
     return max(low, 0)

@@ -118,10 +118,10 @@ class Prefixes:
         return sorted(missing, key=lambda prefix: len(prefix.ids))
 
     def enter(
-        self, wanted: Sequence[SharedPrefix], is_first: bool
+        self, shared: Sequence[SharedPrefix], is_first: bool
     ) -> Iterator[tuple[Running, Batch]]:
         """Yields the batches of prefixes whose parents have entered; stored ones have no steps."""
-        ready = [b for b in wanted if b.parent is None or b.parent.running is not None]
+        ready = [b for b in shared if b.parent is None or b.parent.running is not None]
         batches = [self._batch_of(prefix) for prefix in ready]
         entered = self._admission.enter(
             shapes=[BatchShape(1, batch.prompt_len, gen_len=1) for batch in batches],

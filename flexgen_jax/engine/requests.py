@@ -84,12 +84,12 @@ class EncodedRequest:
         """The most tokens of its text, those of an earlier run included."""
         return self.continued + self.max_tokens + self.later
 
-    def going_on(self, made: Sequence[int]) -> EncodedRequest:
-        """Returns the request that continues a text of `made` tokens with those of `later`."""
+    def going_on(self, generated: Sequence[int]) -> EncodedRequest:
+        """Returns the request that continues a text of `generated` tokens with those of `later`."""
         return replace(
             self,
-            prompt_ids=(*self.given_ids, *made),
-            continued=len(made),
+            prompt_ids=(*self.given_ids, *generated),
+            continued=len(generated),
             max_tokens=self.later,
             later=0,
             shared=(),
@@ -224,9 +224,10 @@ def check_params(params: SamplingParams, config: ModelConfig, grammars: Grammars
                 )
 
 
-def check_lengths(rows: Sequence[Sequence[int]], new: int, config: ModelConfig) -> None:
-    """Raises `PromptError` for prompts that are empty or leave no room for `new` new tokens."""
-    max_length = config.max_positions - new
+def check_lengths(rows: Sequence[Sequence[int]], max_new_tokens: int, config: ModelConfig) -> None:
+    """Raises `PromptError` for prompts that are empty or leave no room for `max_new_tokens` new
+    tokens."""
+    max_length = config.max_positions - max_new_tokens
     bad_indices = [index for index, row in enumerate(rows) if not 1 <= len(row) <= max_length]
     if bad_indices:
         others_note = (

@@ -235,45 +235,45 @@ class SamplingParams:
     def adjustments(
         self,
         prompt: Sequence[int],
-        made: Sequence[int],
+        generated: Sequence[int],
         eos_ids: Sequence[int],
         max_tokens: int | None = None,
     ) -> dict[int, tuple[float, float]]:
         """Returns the factor and the addend of each logit that is changed for the next token; see
-        `layers.sampling.adjust`. made: the tokens of the text so far; max_tokens: the most it may
-        have, None for no limit."""
+        `layers.sampling.adjust`. generated: the tokens of the text so far; max_tokens: the most it
+        may have, None for no limit."""
         factors: dict[int, float] = {}
         added: defaultdict[int, float] = defaultdict(float)
         if self.repetition_penalty not in (None, 1):
-            factors = dict.fromkeys({*prompt, *made}, self.repetition_penalty or 1.0)
+            factors = dict.fromkeys({*prompt, *generated}, self.repetition_penalty or 1.0)
         if self.presence_penalty or self.frequency_penalty:
-            for token, times in Counter(made).items():
+            for token, times in Counter(generated).items():
                 added[token] -= self.presence_penalty + times * self.frequency_penalty
         for token, bias in self.biases:
             added[token] += bias
-        for token in self._banned(prompt, made, eos_ids):
+        for token in self._banned(prompt, generated, eos_ids):
             added[token] = -inf
-        if self.forced_eos_token_id and len(made) + 1 == max_tokens:
+        if self.forced_eos_token_id and len(generated) + 1 == max_tokens:
             for token in cast("Sequence[int]", self.forced_eos_token_id):
                 added[token] = FORCED
         return {token: (factors.get(token, 1.0), added[token]) for token in {*factors, *added}}
 
     def _banned(
-        self, prompt: Sequence[int], made: Sequence[int], eos_ids: Sequence[int]
+        self, prompt: Sequence[int], generated: Sequence[int], eos_ids: Sequence[int]
     ) -> Iterator[int]:
         """Yields the tokens that may not come next."""
-        if len(made) < (self.min_tokens or 0):
+        if len(generated) < (self.min_tokens or 0):
             yield from () if self.ignore_eos else eos_ids
             yield from self.end_ids
         yield from self.suppress_tokens or ()
-        if not made:
+        if not generated:
             yield from self.begin_suppress_tokens or ()
         size = self.no_repeat_ngram_size
         if size:
-            yield from _repeating(np.array([*prompt, *made], np.int64), size)
+            yield from _repeating(np.array([*prompt, *generated], np.int64), size)
         for *before, last in self.bad_words_ids or ():
             is_end = not before and last in eos_ids  # as in transformers
-            latest = [*prompt, *made][-len(before) :] if before else []
+            latest = [*prompt, *generated][-len(before) :] if before else []
             if latest == before and not is_end:
                 yield last
 
@@ -331,12 +331,12 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
-def _check_integer(name: str, value: Any, low: int | None, high: int | None = None) -> None:
+def _check_integer(name: str, value: Any, minimum: int | None, maximum: int | None = None) -> None:
     is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if is_whole and (low is None or value >= low) and (high is None or value <= high):
+    if is_whole and (minimum is None or value >= minimum) and (maximum is None or value <= maximum):
         return
-    limits = "" if low is None else f" of at least {low}"
-    limits = limits if high is None else f" from {low} to {high}"
+    limits = "" if minimum is None else f" of at least {minimum}"
+    limits = limits if maximum is None else f" from {minimum} to {maximum}"
     raise ValueError(f"{name} must be an integer{limits}, not {value!r}")
 
 

@@ -38,7 +38,7 @@ class Scorer:
 
     def texts(
         self,
-        given: Sequence[str | None],
+        texts: Sequence[str | None],
         ids: Sequence[Sequence[int]],
         through_cache: bool,
         prefix: int = 0,
@@ -57,14 +57,14 @@ class Scorer:
                     EncodedRequest(index, before, params, 1, shared=shared, scored=scored)
                 )
         check_lengths([[*r.prompt_ids, *r.forced[1:]] for r in requests], 0, self._model.config)
-        return self._requests(requests, given)
+        return self._requests(requests, texts)
 
     def _requests(
-        self, requests: Sequence[EncodedRequest], given: Sequence[str | None]
+        self, requests: Sequence[EncodedRequest], texts: Sequence[str | None]
     ) -> list[ScoreOutput]:
         scoring = Scoring()
         self._serving.run_all(requests, scoring)
-        return scoring.outputs(given)
+        return scoring.outputs(texts)
 
     def pairs(
         self,

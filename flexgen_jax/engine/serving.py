@@ -66,7 +66,7 @@ class Runner(Protocol):
     def is_worth_sharing(self, saved: int, requests: Sequence[EncodedRequest]) -> bool:
         """Returns whether requests should share prefixes, which saves `saved` tokens."""
 
-    def note(self, said: str) -> None:
+    def note(self, message: str) -> None:
         """Says something to the user."""
 
     def policy_for(self, workload: Workload) -> Policy:

@@ -320,12 +320,12 @@ class Worker:
             self._session.close()
 
 
-def _shared(budgets: Budgets, here: int, device: int | None, host: int | None) -> Budgets:
-    """Returns the budgets of one of `here` stages on this machine. They share its disk and, by
+def _shared(budgets: Budgets, num_local: int, device: int | None, host: int | None) -> Budgets:
+    """Returns the budgets of one of `num_local` stages on this machine. They share its disk and, by
     default, its RAM. device, host: the requested budgets."""
 
-    def part(nbytes: int | None, asked: int | None) -> int | None:
-        return nbytes if nbytes is None or asked is not None else nbytes // here
+    def part(nbytes: int | None, budget: int | None) -> int | None:
+        return nbytes if nbytes is None or budget is not None else nbytes // num_local
 
     is_one_ram = budgets.shared is not None
     return replace(

@@ -90,8 +90,8 @@ class Stages:
     def is_worth_sharing(self, saved: int, requests: Sequence[EncodedRequest]) -> bool:
         return False
 
-    def note(self, said: str) -> None:
-        self._progress.say(said)
+    def note(self, message: str) -> None:
+        self._progress.say(message)
 
     @property
     def machine(self) -> str:
@@ -142,16 +142,16 @@ class Stages:
             raise BudgetError(missing[0])
         return best
 
-    def _searched(self, workload: Workload, given: Policy) -> ChainPlan:
+    def _searched(self, workload: Workload, policy: Policy) -> ChainPlan:
         """Returns the best plan, after probing the machines if a long run is predicted; raises
         `BudgetError` if none fits."""
-        problem, _ = self._problem(workload, given)
+        problem, _ = self._problem(workload, policy)
 
         def plan_all(shape: Shape, layers: Division) -> list[StagePlan | None]:
             self._members.tell_parts(
                 "plan",
                 layers,
-                base=given.to_json(),
+                base=policy.to_json(),
                 workload=asdict(workload),
                 shape=list(shape),
             )
@@ -303,5 +303,5 @@ def _joined(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**reports[-1], **sums, "stages": list(reports)}
 
 
-def _added(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    return {name: sum(stage_report[name] for stage_report in parts) for name in parts[0]}
+def _added(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return {name: sum(stage_report[name] for stage_report in counts) for name in counts[0]}

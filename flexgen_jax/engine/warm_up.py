@@ -103,7 +103,7 @@ class WarmUp:
         state: LayerState,
         token: int,
         tokens: int,
-        asked: int,
+        queries: int,
         blocks: tuple[int, ...],
         tail: int,
         cuts: tuple[int, ...] = (),
@@ -116,7 +116,7 @@ class WarmUp:
             layer,
             rows=running.rows,
             tokens=tokens,
-            asked=asked,
+            asked=queries,
             blocks=blocks if layer.growing else (),
             tail=tail if layer.growing else 0,
             cuts=cuts,
@@ -129,25 +129,27 @@ class WarmUp:
         running: Running,
         layer: LayerSpec,
         tokens: int,
-        asked: int,
+        queries: int,
         earlier: tuple[int, ...],
     ) -> None:
         """A chunk that attends to earlier ones, or to a prefix."""
         rows = running.rows
-        self._get(programs.project_chunk, layer, rows=rows, tokens=tokens, asked=asked)
+        self._get(programs.project_chunk, layer, rows=rows, tokens=tokens, asked=queries)
         for length in set(earlier):
-            self._get(programs.attend_chunk, layer, rows=rows, asked=asked, tokens=length)
-        self._to_prefixes(running, layer, asked, is_first=False)
-        self._get(programs.finish_chunk, layer, rows=rows, tokens=tokens, asked=asked)
+            self._get(programs.attend_chunk, layer, rows=rows, asked=queries, tokens=length)
+        self._to_prefixes(running, layer, queries, is_first=False)
+        self._get(programs.finish_chunk, layer, rows=rows, tokens=tokens, asked=queries)
 
-    def _to_prefixes(self, running: Running, layer: LayerSpec, asked: int, is_first: bool) -> None:
+    def _to_prefixes(
+        self, running: Running, layer: LayerSpec, queries: int, is_first: bool
+    ) -> None:
         """Attention to prefixes; is_first: whether there is no partial result before."""
         for number, (prefix, start, stop) in enumerate(running.shared):
             self._programs.get(
                 programs.attend_prefix,
                 layer=layer,
                 rows=running.rows,
-                asked=asked,
+                asked=queries,
                 sharing=sharing_rows(stop - start, running.rows),
                 blocks=prefix.blocks.prompt,
                 is_first=is_first and not number,
@@ -167,7 +169,7 @@ class WarmUp:
                 state=state,
                 token=1,
                 tokens=tokens,
-                asked=tokens,
+                queries=tokens,
                 blocks=on_device.lengths,
                 tail=on_device.tail,
                 has_guesses=tokens > 1,
@@ -220,7 +222,7 @@ class WarmUp:
         places = bool(on_device.starts) + bool(on_host.starts) + bool(running.shared)
         self._get(programs.project, layer, rows=rows, tokens=tokens)
         self._get(programs.finish, layer, rows=rows, places=places, tokens=tokens)
-        self._to_prefixes(running, layer, asked=tokens, is_first=True)
+        self._to_prefixes(running, layer, queries=tokens, is_first=True)
         room = self._room(running, sealed)
 
         def to_blocks(kind: Program[Any], at: BlocksAt, **more: int) -> None:

@@ -50,16 +50,16 @@ class Wire:
         except OSError as error:
             raise ClosedError(str(error)) from None
 
-    def receive(self, most: int = MAX_MESSAGE_BYTES) -> tuple[str, dict[str, Any]]:
+    def receive(self, max_bytes: int = MAX_MESSAGE_BYTES) -> tuple[str, dict[str, Any]]:
         """Returns the next message's kind and content; raises `ClosedError` if none will come.
 
-        most: bytes that it may have; a stranger's message may be anything.
+        max_bytes: bytes that it may have; a stranger's message may be anything.
         """
         (length,) = LENGTH.unpack(self._read(LENGTH.size))
-        if length > most:
+        if length > max_bytes:
             raise ClosedError(f"received an invalid message of {length} bytes")
         message_kind, plain, about = json.loads(self._read(length))
-        if sum(prod(shape) * numpy_dtype(name).itemsize for name, shape in about) > most:
+        if sum(prod(shape) * numpy_dtype(name).itemsize for name, shape in about) > max_bytes:
             raise ClosedError("received a message with invalid arrays")
         arrays = []
         for name, shape in about:

@@ -26,15 +26,15 @@ def read_logprob(raw: Any) -> TokenLogprob:
 
 
 def finished_choice(
-    request: Request, kept: Mapping[str, Any], logprobs: list[TokenLogprob]
+    request: Request, record: Mapping[str, Any], logprobs: list[TokenLogprob]
 ) -> RequestOutput:
     """Returns a choice's result from the journal."""
     return RequestOutput(
         request.prompt,
-        list(kept["prompt"]),
-        kept["text"],
-        list(kept["tokens"]),
-        kept["finish_reason"],
+        list(record["prompt"]),
+        record["text"],
+        list(record["tokens"]),
+        record["finish_reason"],
         request.id,
         logprobs=None if request.sampling_params.logprobs is None else logprobs,
     )

@@ -177,28 +177,28 @@ def _from_openai(
     return _line(fields, params, (number, name, form, prompts, messages, chat), seed, model)
 
 
-def _take_completion(given: dict[str, Any], wanted: dict[str, Any], _tokens: int | None) -> Any:
-    wanted["max_tokens"] = given.pop("max_tokens", DEFAULT_TOKENS)
-    if "logprobs" in given:
-        wanted["logprobs"] = _limited("logprobs", given.pop("logprobs"), 5)
-    return _prompts(given.pop("prompt", None)), None, None
+def _take_completion(body: dict[str, Any], params: dict[str, Any], _tokens: int | None) -> Any:
+    params["max_tokens"] = body.pop("max_tokens", DEFAULT_TOKENS)
+    if "logprobs" in body:
+        params["logprobs"] = _limited("logprobs", body.pop("logprobs"), 5)
+    return _prompts(body.pop("prompt", None)), None, None
 
 
-def _take_chat(given: dict[str, Any], wanted: dict[str, Any], tokens: int | None) -> Any:
-    most = given.pop("max_completion_tokens", None)
-    older = given.pop("max_tokens", None)
-    wanted["max_tokens"] = next((n for n in (most, older) if n is not None), tokens)
-    asks, top = given.pop("logprobs", False), given.pop("top_logprobs", None)
+def _take_chat(body: dict[str, Any], params: dict[str, Any], tokens: int | None) -> Any:
+    most = body.pop("max_completion_tokens", None)
+    older = body.pop("max_tokens", None)
+    params["max_tokens"] = next((n for n in (most, older) if n is not None), tokens)
+    asks, top = body.pop("logprobs", False), body.pop("top_logprobs", None)
     if not isinstance(asks, bool):
         raise LineError(f'"logprobs" must be true or false, not {asks!r}')
     if top not in (None, 0) and not asks:
         raise LineError('"top_logprobs" needs "logprobs": true')
     if asks:
-        wanted["logprobs"] = _limited("top_logprobs", top or 0, 20)
-    return (), _messages(given.pop("messages", None)), _chat_options(given)
+        params["logprobs"] = _limited("top_logprobs", top or 0, 20)
+    return (), _messages(body.pop("messages", None)), _chat_options(body)
 
 
-def _chat_options(given: dict[str, Any]) -> ChatOptions | None:
+def _chat_options(body: dict[str, Any]) -> ChatOptions | None:
     """Takes out the fields that say how a conversation is rendered; None if there are none."""
     kinds: dict[str, type] = {
         "tools": list,
@@ -209,7 +209,7 @@ def _chat_options(given: dict[str, Any]) -> ChatOptions | None:
         "continue_final_message": bool,
         "reasoning_effort": str,
     }
-    named = {name: given.pop(name) for name in kinds if name in given}
+    named = {name: body.pop(name) for name in kinds if name in body}
     for name, value in named.items():
         if not isinstance(value, kinds[name]):
             raise LineError(f'"{name}" must be {KIND_NAMES[kinds[name]]}, not {value!r}')
@@ -292,29 +292,29 @@ def _from_plain(raw: dict[str, Any], name: str, number: int, tokens: int | None,
 
 
 def _line(
-    given: dict[str, Any], wanted: dict[str, Any], what: Any, seed: int, model: str | None
+    body: dict[str, Any], wanted: dict[str, Any], prompt: Any, seed: int, model: str | None
 ) -> Line:
-    """Returns the line with the sampling parameters that are left in `given`; raises `LineError`
+    """Returns the line with the sampling parameters that are left in `body`; raises `LineError`
     otherwise."""
-    _know(given, {*SHARED, *OWN, *NAMED})
-    if given.get("top_k") == -1:  # as in vLLM
-        given["top_k"] = 0
-    names_by_id = given.get("return_tokens_as_token_ids", False)
+    _know(body, {*SHARED, *OWN, *NAMED})
+    if body.get("top_k") == -1:  # as in vLLM
+        body["top_k"] = 0
+    names_by_id = body.get("return_tokens_as_token_ids", False)
     if not isinstance(names_by_id, bool):
         raise LineError('"return_tokens_as_token_ids" must be true or false')
-    wanted |= {key: given[key] for key in (*SHARED, *OWN) if key in given}
-    wanted["seed"] = given.get("seed", seed)
+    wanted |= {key: body[key] for key in (*SHARED, *OWN) if key in body}
+    wanted["seed"] = body.get("seed", seed)
     if not isinstance(wanted.get("ignore_eos", False), bool):
         raise LineError(f'"ignore_eos" must be true or false, not {wanted["ignore_eos"]!r}')
-    stop = given.get("stop", ())
+    stop = body.get("stop", ())
     if not isinstance(stop, str | list | tuple):
         raise LineError(f'"stop" must be a string or a list of strings, not {stop!r}')
-    if "logit_bias" in given:
-        wanted["logit_bias"] = _biases(given["logit_bias"])
-    count = given.get("n", 1)
+    if "logit_bias" in body:
+        wanted["logit_bias"] = _biases(body["logit_bias"])
+    count = body.get("n", 1)
     if not _is_whole(count) or not 1 <= count <= MAX_CHOICES:
         raise LineError(f'"n" must be an integer from 1 to {MAX_CHOICES}, not {count!r}')
-    number, name, form, prompts, messages, chat = what
+    number, name, form, prompts, messages, chat = prompt
     if count * max(1, len(prompts)) > MAX_CHOICES:
         raise LineError(
             f"more than {MAX_CHOICES} completions requested: {len(prompts)} prompts with n = "
@@ -329,7 +329,7 @@ def _line(
         messages=messages,
         params=params,
         count=count,
-        has_seed="seed" in given,
+        has_seed="seed" in body,
         model=model,
         chat=chat,
         names_by_id=names_by_id,
@@ -352,8 +352,8 @@ def _schema(raw: Any) -> Any:
     )
 
 
-def _know(given: Mapping[str, Any], known: set[str]) -> None:
-    unknown = sorted(set(given) - known)
+def _know(body: Mapping[str, Any], fields: set[str]) -> None:
+    unknown = sorted(set(body) - fields)
     if unknown:
         raise LineError(f'unknown field "{unknown[0]}"')
 
@@ -415,9 +415,9 @@ def _biases(raw: Any) -> dict[int, float]:
         raise LineError('the keys of "logit_bias" must be token ids') from None
 
 
-def _limited(name: str, value: Any, most: int) -> int:
-    if not _is_whole(value) or not 0 <= value <= most:
-        raise LineError(f'"{name}" must be an integer from 0 to {most}, not {value!r}')
+def _limited(name: str, value: Any, maximum: int) -> int:
+    if not _is_whole(value) or not 0 <= value <= maximum:
+        raise LineError(f'"{name}" must be an integer from 0 to {maximum}, not {value!r}')
     return int(value)
 
 

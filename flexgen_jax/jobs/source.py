@@ -86,10 +86,10 @@ class JobInput:
     known by their first bytes.
     """
 
-    def __init__(self, given: Path | bytes, results: Path) -> None:
-        self._given, self._copy = given, beside(results, "input")
-        self._is_copied = isinstance(given, bytes) or given == STDIN or not _is_regular(given)
-        self._path = self._copy if isinstance(given, bytes) or self._is_copied else given
+    def __init__(self, source: Path | bytes, results: Path) -> None:
+        self._given, self._copy = source, beside(results, "input")
+        self._is_copied = isinstance(source, bytes) or source == STDIN or not _is_regular(source)
+        self._path = self._copy if isinstance(source, bytes) or self._is_copied else source
 
     def open(self) -> None:
         """Copies a stream or given lines to a file, when nothing else writes these results."""

@@ -65,9 +65,9 @@ class Disk:
             os.close(folder)
 
 
-def beside(path: Path, what: str) -> Path:
+def beside(path: Path, suffix: str) -> Path:
     """Returns the path of a file that belongs to a file of results."""
-    return path.with_name(f"{path.name}.{what}")
+    return path.with_name(f"{path.name}.{suffix}")
 
 
 RECORD_FORMAT = 2
@@ -289,13 +289,13 @@ class Journal:
                     entries.setdefault(int(line), {})[choice] = entry
         return entries
 
-    def write(self, kept: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> None:
+    def write(self, records: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> None:
         content = {
             str(line): {
                 choice: {**own, "crc32": checksum(str(line), choice, own)}
                 for choice, own in choices.items()
             }
-            for line, choices in kept.items()
+            for line, choices in records.items()
         }
         try:
             self._disk.write_whole(self._path, [json.dumps(content).encode()])

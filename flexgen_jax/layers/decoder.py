@@ -116,7 +116,7 @@ class DecoderLayer(nn.Module):
         position: jax.Array,
         rows: Rows,
         counts: jax.Array | None = None,
-        most: int = 0,
+        max_tokens: int = 0,
         appends: bool = False,
     ) -> tuple[jax.Array, Arrays]:
         """Runs the hidden states of a token, or of consecutive ones, [batch, token, hidden],
@@ -126,7 +126,7 @@ class DecoderLayer(nn.Module):
         with these. `blocks` hold the tokens from 0 on and are full; `tail` holds the tokens after
         them up to `position` (int32 [], the index of the first new token), and has room for more.
         With `counts`, int32 [batch], attention is sparse: each sequence attends with its one token
-        to that number of earlier tokens, which is at most `most`.
+        to that number of earlier tokens, which is at most `max_tokens`.
         """
         spec = self.parts.attention
         query, row = self.project(hidden, position, rows)
@@ -156,7 +156,7 @@ class DecoderLayer(nn.Module):
                 position=position,
                 first_valid=first_seen(position, rows.first_valid, spec.window),
                 counts=counts,
-                most=most,
+                max_tokens=max_tokens,
                 tuning=self.kernels.tuning,
                 softcap=spec.softcap,
             )
@@ -179,18 +179,18 @@ class DecoderLayer(nn.Module):
         return self._after_attention(hidden, out)
 
     def project_chunk(
-        self, hidden: jax.Array, start: jax.Array, rows: Rows, asked: int
+        self, hidden: jax.Array, start: jax.Array, rows: Rows, queries: int
     ) -> tuple[jax.Array, Partial, Arrays]:
         """Runs a chunk of a prompt, [batch, token, hidden], through the layer up to attention to
         earlier tokens.
 
-        start: int32 [], the index of the chunk's first token; asked: for how many of the last
+        start: int32 [], the index of the chunk's first token; queries: for how many of the last
         tokens hidden states are wanted. Returns their query, their attention within the chunk, and
         the chunk's keys and values.
         """
         projected: tuple[jax.Array, Partial, Arrays]
         x = self._attention_input(hidden)
-        projected = self.attention.project_chunk(x, start, rows, asked)
+        projected = self.attention.project_chunk(x, start, rows, queries)
         return projected
 
     def mix(
@@ -200,22 +200,22 @@ class DecoderLayer(nn.Module):
         state: tuple[jax.Array, ...],
         start: jax.Array,
         rows: Rows,
-        asked: int,
-        known: jax.Array | None = None,
+        queries: int,
+        num_known: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """Runs some tokens, [batch, token, hidden], through a layer that does not attend.
 
         blocks: the cached blocks of earlier tokens, from the first token on; the last block may
         have room for more; state: what it replaces with every token; start: int32 [], the index of
-        the first token; asked: for how many of the last tokens hidden states are wanted; known:
-        int32 [], how many of the tokens the new state has seen, None for all. Returns the hidden
-        states, the cached arrays of all tokens, and the new recurrent state.
+        the first token; queries: for how many of the last tokens hidden states are wanted;
+        num_known: int32 [], how many of the tokens the new state has seen, None for all. Returns
+        the hidden states, the cached arrays of all tokens, and the new recurrent state.
         """
-        extra = () if known is None else (known,)
+        extra = () if num_known is None else (num_known,)
         out, row, state = self.attention.mix(
             self._attention_input(hidden), blocks, state, start, rows, *extra
         )
-        return self._after_attention(hidden[:, -asked:], out[:, -asked:]), row, state
+        return self._after_attention(hidden[:, -queries:], out[:, -queries:]), row, state
 
     def finish_chunk(self, hidden: jax.Array, attended: jax.Array) -> jax.Array:
         """Returns the hidden states of a chunk's last tokens, from the result of their

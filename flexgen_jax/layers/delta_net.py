@@ -76,7 +76,7 @@ class GatedDeltaNet(nn.Module):
         state: tuple[jax.Array, ...],
         start: jax.Array,
         rows: Rows,
-        known: jax.Array | None = None,
+        num_known: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """Computes some tokens, x: [batch, token, hidden]; see `DecoderLayer.mix`. Padding writes
         nothing, and nothing fades with it."""
@@ -95,9 +95,9 @@ class GatedDeltaNet(nn.Module):
             out, after = self.kernels.delta_step(only, matrices)
         else:
             out, after = self._in_chunks(inputs, matrices, tokens)
-        seen = jnp.int32(tokens) if known is None else known
-        if known is not None:
-            is_known = is_real & (jnp.arange(tokens) < known)[:, None]
+        seen = jnp.int32(tokens) if num_known is None else num_known
+        if num_known is not None:
+            is_known = is_real & (jnp.arange(tokens) < num_known)[:, None]
             inputs = (joined, jnp.where(is_known, fade, 0), inputs[2], is_known)
             _, after = self._in_chunks(inputs, matrices, tokens)
         heads = self.norm(out.reshape(batch, tokens, -1, spec.value_size).astype(self.dtype))
@@ -130,13 +130,13 @@ class GatedDeltaNet(nn.Module):
         )
 
     def _in_chunks(
-        self, given: tuple[jax.Array, ...], state: jax.Array, tokens: int
+        self, inputs: tuple[jax.Array, ...], state: jax.Array, tokens: int
     ) -> tuple[jax.Array, jax.Array]:
-        """Computes a prompt, a chunk at a time, so that only one chunk has numbers in fp32; given:
+        """Computes a prompt, a chunk at a time, so that only one chunk has numbers in fp32; inputs:
         the arguments of `_sides`. Tokens that fill the last chunk are no real ones."""
         size = min(CHUNK, tokens)
         count = -(-tokens // size)
-        filled = [jnp.pad(x, ((0, 0), (0, count * size - tokens), (0, 0))) for x in given]
+        filled = [jnp.pad(x, ((0, 0), (0, count * size - tokens), (0, 0))) for x in inputs]
 
         def one(state: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Computes a chunk; of the convolution's inputs, it has the preceding tokens."""

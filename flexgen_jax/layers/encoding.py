@@ -119,11 +119,14 @@ def _codes(x: jax.Array, step: jax.Array, least: jax.Array, levels: int) -> jax.
     return jnp.clip(jnp.round((x - least[..., None]) / step[..., None]), 0, levels)
 
 
-def _in_units(values: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
-    """Returns values as integers of at most `most`, and the unit of each row, bfloat16 [row, 1]."""
-    unit = jnp.max(jnp.abs(values), axis=1, keepdims=True) / most
+def _in_units(values: jax.Array, maximum: int) -> tuple[jax.Array, jax.Array]:
+    """Returns values as integers of at most `maximum`, and the unit of each row, bfloat16 [row,
+    1]."""
+    unit = jnp.max(jnp.abs(values), axis=1, keepdims=True) / maximum
     rounded = (unit * (1 + 2.0**-8)).astype(jnp.bfloat16)  # rounded up, so that all fit
-    return jnp.clip(jnp.round(values / _finite(rounded.astype(jnp.float32))), -most, most), rounded
+    return jnp.clip(
+        jnp.round(values / _finite(rounded.astype(jnp.float32))), -maximum, maximum
+    ), rounded
 
 
 def _finite(step: jax.Array) -> jax.Array:

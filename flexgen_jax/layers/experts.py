@@ -133,7 +133,7 @@ def add_expert(
     block: Callable[[jax.Array], jax.Array],
     size: int,
     x: jax.Array,
-    chosen: jax.Array,
+    experts: jax.Array,
     share: jax.Array,
     number: jax.Array,
     out: jax.Array,
@@ -144,8 +144,8 @@ def add_expert(
     further arguments are results of `Router`.
     """
     tokens = x.shape[0]
-    weight = jnp.where(chosen == number, share, 0).sum(-1)
-    is_mine = (chosen == number).any(-1)
+    weight = jnp.where(experts == number, share, 0).sum(-1)
+    is_mine = (experts == number).any(-1)
     steps = (is_mine.sum() + size - 1) // size
     (mine,) = jnp.nonzero(is_mine, size=-(-tokens // size) * size, fill_value=tokens)
 

@@ -164,9 +164,9 @@ def dequantize(q: QuantizedArray, has_barrier: bool = False) -> jax.Array:
     return plain
 
 
-def plain(kept: Kept) -> jax.Array:
+def plain(array: Kept) -> jax.Array:
     """Returns an array with its numbers unpacked."""
-    return dequantize(kept) if isinstance(kept, QuantizedArray) else kept
+    return dequantize(array) if isinstance(array, QuantizedArray) else array
 
 
 def in_stored_order(x: jax.Array, kernel: QuantizedArray) -> jax.Array:

@@ -54,13 +54,13 @@ class Rows(NamedTuple):
         first_valid: np.ndarray,
         tokens: int,
         before: np.ndarray | None = None,
-        most: np.ndarray | None = None,
+        longest: np.ndarray | None = None,
     ) -> Rows:
         """Returns the rows of left-padded prompts of `tokens` tokens after prefixes of `before`,
-        by default none; most: by default that of the prompts alone."""
+        by default none; longest: by default that of the prompts alone."""
         first = np.asarray(first_valid, np.int32)
         before = np.zeros_like(first) if before is None else before.astype(np.int32)
-        limits = before + tokens - first if most is None else most
+        limits = before + tokens - first if longest is None else longest
         return cls(first, before, limits.astype(np.int32))
 
     def with_branches(self, branches: Branches | None, tokens: int) -> Rows:

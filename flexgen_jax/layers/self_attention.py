@@ -254,34 +254,34 @@ class SelfAttention(nn.Module):
         return self._result(x[:, -1:], self._with_sinks(partial)[0]), row
 
     def join(
-        self, x: jax.Array, query: jax.Array, new: Arrays, partials: list[Partial]
+        self, x: jax.Array, query: jax.Array, rows: Arrays, partials: list[Partial]
     ) -> jax.Array:
-        """Merges the new tokens' attention to themselves, unless `new` is (), with partial results
+        """Merges the new tokens' attention to themselves, unless `rows` is (), with partial results
         for the cache.
 
         x: the tokens, [batch, token, hidden]. Returns an array of its shape.
         """
-        if new:
-            partials = [self._itself(query, new), *partials]
+        if rows:
+            partials = [self._itself(query, rows), *partials]
         return self._result(x, self._with_sinks(merge(partials))[0])
 
-    def _itself(self, query: jax.Array, new: Arrays) -> Partial:
+    def _itself(self, query: jax.Array, rows: Arrays) -> Partial:
         """Attends with new tokens to themselves."""
         batch, _, tokens, _ = query.shape
         if tokens == 1:
-            return attend_itself(query, *sides(new), self.kernels.tuning, self.spec.softcap)
+            return attend_itself(query, *sides(rows), self.kernels.tuning, self.spec.softcap)
         none, start = jnp.zeros(batch, jnp.int32), jnp.int32(0)
-        return self.kernels.chunk_attention(query, *sides(new), none, start, self.spec)
+        return self.kernels.chunk_attention(query, *sides(rows), none, start, self.spec)
 
     def project_chunk(
-        self, x: jax.Array, start: jax.Array, rows: Rows, asked: int
+        self, x: jax.Array, start: jax.Array, rows: Rows, queries: int
     ) -> tuple[jax.Array, Partial, Arrays]:
         """Projects a chunk of a prompt, [batch, token, hidden], and attends within it.
 
-        Returns the scaled queries of the last `asked` tokens, their partial result, and the cached
-        arrays of all tokens.
+        Returns the scaled queries of the last `queries` tokens, their partial result, and the
+        cached arrays of all tokens.
         """
-        lead = x.shape[1] - asked
+        lead = x.shape[1] - queries
         query = self._asked(x[:, lead:], start + lead, rows)
         row = self._kept(x, start, rows)
         key, value = sides(row)

@@ -54,11 +54,11 @@ def rank(
     starts: jax.Array,
     position: jax.Array,
     first_valid: jax.Array,
-    most: int,
+    max_tokens: int,
     tuning: Tuning = PLAIN,
     softcap: float | None = None,
 ) -> Ranked:
-    """Returns the `most` tokens with the highest scores, or all tokens if they are fewer.
+    """Returns the `max_tokens` tokens with the highest scores, or all tokens if they are fewer.
 
     query: [batch, head, 1, head_dim], scaled; keys: each [batch, head, token, head_dim]; starts:
     int32 [block], the index of each block's first token in the sequence; position: int32, the
@@ -75,7 +75,7 @@ def rank(
         for start, key in zip(starts, keys, strict=True)
     ]
     together = jnp.concatenate(scores, axis=2)
-    highest, tokens = jax.lax.top_k(together, min(most, together.shape[2]))
+    highest, tokens = jax.lax.top_k(together, min(max_tokens, together.shape[2]))
     peak = together.max(-1, keepdims=True)
     lse = peak + jnp.log(jnp.exp(together - peak).sum(-1, keepdims=True))
     return Ranked(highest, tokens, lse)
@@ -107,17 +107,17 @@ def attend_top(
     position: jax.Array,
     first_valid: jax.Array,
     counts: jax.Array,
-    most: int,
+    max_tokens: int,
     tuning: Tuning = PLAIN,
     softcap: float | None = None,
 ) -> Partial:
     """Computes sparse attention to blocks that are all in one place.
 
-    counts: int32 [batch], at most `most` and the number of each sequence's valid tokens; further
-    arguments as in `rank`.
+    counts: int32 [batch], at most `max_tokens` and the number of each sequence's valid tokens;
+    further arguments as in `rank`.
     """
     keys, values = zip(*blocks, strict=True)
-    ranked = rank(query, keys, starts, position, first_valid, most, tuning, softcap)
+    ranked = rank(query, keys, starts, position, first_valid, max_tokens, tuning, softcap)
     per_head = jnp.broadcast_to(counts[:, None], query.shape[:2])
     return attend_ranked(values, ranked, per_head, tuning)
 

@@ -132,35 +132,35 @@ def free_ram() -> int:
     return max(0, int(SAFETY * available_memory()) - RUNTIME_BYTES)
 
 
-def _device_budget(asked: int | None, ram: int, unified: bool) -> int:
+def _device_budget(budget: int | None, ram: int, unified: bool) -> int:
     stats = None if unified else jax.local_devices()[0].memory_stats()
     most = stats["bytes_limit"] if stats else None
-    if asked is None:
+    if budget is None:
         return ram if most is None else int(SAFETY * most)
-    if most is not None and asked > most:
+    if most is not None and budget > most:
         raise UserError(
-            f"--device-memory {human(asked)} exceeds JAX's share of this GPU, {human(most)}; "
+            f"--device-memory {human(budget)} exceeds JAX's share of this GPU, {human(most)}; "
             f"use less, or raise {FRACTION} to at most {DEFAULT_GPU_SHARE} before JAX starts"
         )
-    return asked
+    return budget
 
 
-def _host_budget(asked: int | None, ram: int, unified: bool, say: Callable[[str], object]) -> int:
+def _host_budget(budget: int | None, ram: int, unified: bool, say: Callable[[str], object]) -> int:
     if unified:
-        return ram if asked is None else asked
+        return ram if budget is None else budget
     installed = _meminfo("MemTotal")
-    if asked is not None and asked > installed:
+    if budget is not None and budget > installed:
         raise UserError(
-            f"--host-memory {human(asked)} exceeds this machine's RAM of {human(installed)}; "
+            f"--host-memory {human(budget)} exceeds this machine's RAM of {human(installed)}; "
             "use less, or remove the flag"
         )
-    wanted = ram if asked is None else asked
+    wanted = ram if budget is None else budget
     most = wanted if is_cpu() else pinned_bytes(os.environ)
     if wanted <= most:
         return wanted
     limit = f"{human(most)}, for which {PINNED} leaves room; set it before JAX starts"
-    if asked is not None:
-        raise UserError(f"--host-memory {human(asked)} is more than {limit}, or ask for less")
+    if budget is not None:
+        raise UserError(f"--host-memory {human(budget)} is more than {limit}, or ask for less")
     say(f"flexgen-jax: of {human(ram)} of free RAM, the host tier has only {limit}")
     return most
 

@@ -79,7 +79,7 @@ def compiled_product(
 
 
 def median_seconds(
-    ways: Sequence[jax.stages.Compiled], x: jax.Array, matrices: Sequence[Kept], turns: int
+    programs: Sequence[jax.stages.Compiled], x: jax.Array, matrices: Sequence[Kept], turns: int
 ) -> list[float]:
     """Returns the median seconds of each way, which alternate, of multiplying by each matrix in
     turn; turns: see `time_products`."""
@@ -87,7 +87,7 @@ def median_seconds(
     for turn in range(1 + turns):
         for matrix in matrices:
             row = []
-            for way in ways:
+            for way in programs:
                 started = time.perf_counter()
                 jax.block_until_ready(way(x, matrix))
                 row.append(time.perf_counter() - started)

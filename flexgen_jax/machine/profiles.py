@@ -79,15 +79,15 @@ def _assumed(path: Path) -> Path:
     return path.with_suffix(".assumed.json")
 
 
-def _seen(path: Path, what: str) -> list[float]:
+def _seen(path: Path, name: str) -> list[float]:
     """Returns the rates that runs have seen, relative to a cached profile's."""
-    rates: list[float] = read_cached(path.with_suffix(f".{what}.json")) or []
+    rates: list[float] = read_cached(path.with_suffix(f".{name}.json")) or []
     return rates[-RUNS_KEPT:]
 
 
-def _add_seen(path: Path, what: str, rate: float) -> None:
-    rates = [*_seen(path, what), round(rate, 3)][-RUNS_KEPT:]
-    write_cached(path.with_suffix(f".{what}.json"), rates)
+def _add_seen(path: Path, kind: str, rate: float) -> None:
+    rates = [*_seen(path, kind), round(rate, 3)][-RUNS_KEPT:]
+    write_cached(path.with_suffix(f".{kind}.json"), rates)
 
 
 def record_disk_reads(

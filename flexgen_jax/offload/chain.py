@@ -45,11 +45,11 @@ class StageRing:
         self.sharding = NamedSharding(mesh, PartitionSpec(AXIS))
         self.device = device_of_process[self.stage]
 
-    def shifted(self, own: jax.Array) -> jax.Array:
+    def shifted(self, array: jax.Array) -> jax.Array:
         """Shifts each stage's array, [1, length], to the stage after it; returns the previous
         stage's array, [length]."""
-        shape = (self.stages, own.shape[1])
-        arrays = jax.make_array_from_single_device_arrays(shape, self.sharding, [own])
+        shape = (self.stages, array.shape[1])
+        arrays = jax.make_array_from_single_device_arrays(shape, self.sharding, [array])
         moved = _shifting(self.sharding, self.stages)(arrays)
         shard: jax.Array = moved.addressable_data(0)
         return shard

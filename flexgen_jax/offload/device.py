@@ -64,12 +64,12 @@ class Device:
         """Returns the programs of decoder layers: `programs`, or those for unpacked weights."""
         return self.programs.plain if plan.unpacks else self.programs
 
-    def watch(self, content: Content, what: str, source: Any, result: Any) -> None:
+    def watch(self, content: Content, name: str, source: Any, result: Any) -> None:
         """Counts the device as busy from when `source` is there until `result`, which is already
         enqueued, is computed; see `Watcher.follow`."""
         if not self.metrics.is_timed:
             return
-        operation = self.metrics.queue("compute", content, what)
+        operation = self.metrics.queue("compute", content, name)
         self.memories.watcher.follow(operation, source, result)
 
     def prepare_host(self, is_sparse: bool, keys_move: bool) -> None:

@@ -44,10 +44,10 @@ class Dispatch:
         rows = arrays_of(step.batch).given.size
         return self._programs.get(kind, layers=alike, rows=rows, **shape)
 
-    def watch(self, step: Step, loads: Sequence[Load[Any]], result: Any, part: str = "") -> None:
+    def watch(self, step: Step, loads: Sequence[Load[Any]], result: Any, name: str = "") -> None:
         """Counts the device as busy from the arrival of its inputs until its result."""
         if self.device.metrics.is_timed:
-            label = f"{self._layers[step.layer].name}{part}"
+            label = f"{self._layers[step.layer].name}{name}"
             label += f", token {step.token}, batch {step.batch.number}"
             arrivals = [load.arrival for load in loads if load.arrival is not None]
             self.device.watch("layers", label, arrivals, result)
@@ -92,10 +92,10 @@ class Dispatch:
             partial = attend(partial, query, cache.blocks, *placed)
         return partial
 
-    def ask_for(self, step: Step, new: tuple[Any, ...]) -> None:
+    def ask_for(self, step: Step, row: tuple[Any, ...]) -> None:
         """Starts moving a token's cached arrays to the open block, unless it is the last token."""
         if step.token + 1 < step.batch.shape.gen_len:
-            self._cache.ask(step.batch.layers[step.layer - 1], new)
+            self._cache.ask(step.batch.layers[step.layer - 1], row)
 
 
 def hidden_of(inputs: Inputs) -> jax.Array:

@@ -110,9 +110,9 @@ class EndSteps:
         first_seen = {window: memories.constant(count) for window, count in counts.items()}
         return Moment(position, batch.first_valid, position_arguments, counts, first_seen)
 
-    def _counts(self, given: Batch, position: int, attention: AttentionSpec) -> np.ndarray:
+    def _counts(self, batch: Batch, position: int, attention: AttentionSpec) -> np.ndarray:
         """Returns how many earlier tokens each sequence attends to, int32 [batch]."""
-        seen = (attention.seen(position - int(first)) for first in given.first_valid)
+        seen = (attention.seen(position - int(first)) for first in batch.first_valid)
         return np.array([self._plan.policy.attended(count) for count in seen], np.int32)
 
     def head(self, step: Step, weights: Any, hidden: jax.Array) -> Computed:
@@ -130,15 +130,15 @@ class EndSteps:
             array.copy_to_host_async()
         return Computed(checks, result=result)
 
-    def _score(self, step: Step, given: Batch, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    def _score(self, step: Step, batch: Batch, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
         """Scores the tokens that are given."""
-        target = given.targets
+        target = batch.targets
         if target is None:
-            assert given.forced is not None, "something is scored"
-            target = given.forced[:, step.token : step.token + 1]
+            assert batch.forced is not None, "something is scored"
+            target = batch.forced[:, step.token : step.token + 1]
         program = self._device.programs.get(
             programs.score,
-            rows=given.size,
+            rows=batch.size,
             tokens=arguments[1].shape[1],
             scored=target.shape[1],
         )

@@ -35,11 +35,11 @@ class ExpertSteps:
         weights: Weights,
         experts: dict[int, Weights],
         computed: Computed,
-        chosen: ChosenExperts | None,
+        choice: ChosenExperts | None,
     ) -> None:
         """Computes a layer's experts one by one, each for the tokens that chose it.
 
-        experts: the loaded experts; further chosen experts are loaded by `chosen`.
+        experts: the loaded experts; further chosen experts are loaded by `choice`.
         """
         layer, hidden = self._layers[step.layer], computed.hidden
         assert hidden is not None, "attention gives hidden states"
@@ -47,10 +47,10 @@ class ExpertSteps:
         route = self._programs.get(programs.route, layer=layer, rows=rows, tokens=tokens)
         *routed, out = route(weights, hidden)
         chosen_experts = set(experts)
-        if chosen is not None:
-            guessed = self._guess(step, hidden) if chosen.guesses else set()
+        if choice is not None:
+            guessed = self._guess(step, hidden) if choice.guesses else set()
             chosen_experts = self._asked(layer, np.asarray(routed[1]))
-            for load in chosen.load(chosen_experts, guessed):
+            for load in choice.load(chosen_experts, guessed):
                 for number, expert_weights in of_experts(layer, load.arriving)[1].items():
                     experts.setdefault(number, {}).update(expert_weights)
         expert = self._programs.get(programs.expert, layer=layer, tokens=rows * tokens)

@@ -120,23 +120,23 @@ class KVCache:
             views = tuple(map(writable_view, jax.block_until_ready(arrays)))
         state.payload.blocks[state.sealed] = BlockArrays(arrays, views)
 
-    def ask(self, state: LayerState, new: Block) -> None:
+    def ask(self, state: LayerState, row: Block) -> None:
         """Starts moving the cached arrays of new tokens to the place where `append` needs them."""
         if state.payload.blocks[state.sealed].views:
-            self._memories.ask(new, "cache", _name(state))
+            self._memories.ask(row, "cache", _name(state))
 
-    def append(self, state: LayerState, new: Block) -> None:
+    def append(self, state: LayerState, row: Block) -> None:
         """Writes the cached arrays of a token, or of a whole pass, to the open block."""
         block: BlockArrays = state.payload.blocks[state.sealed]
         cached = state.running.passes.cached
         if block.views:
-            for view, array in zip(block.views, new, strict=True):
+            for view, array in zip(block.views, row, strict=True):
                 into = view[..., block.used : block.used + cached, :]
                 into[...] = np.asarray(array)[..., :cached, :]
         else:  # entries of draft tokens will be overwritten
-            tokens = new[0].shape[-2]
+            tokens = row[0].shape[-2]
             append = self._program(programs.append, state, state.sealed, tokens=tokens)
-            block.arrays = append(block.arrays, new, self._memories.numbers(block.used))
+            block.arrays = append(block.arrays, row, self._memories.numbers(block.used))
         block.used += cached
 
     def replace(self, state: LayerState, arrays: Block) -> None:

@@ -100,24 +100,24 @@ class KVKeeper:
         )
         running.closing.callback(self._texts.pop, running)
 
-    def took(self, running: Running, ids: np.ndarray, left: Sequence[int]) -> None:
+    def took(self, running: Running, ids: np.ndarray, unfinished: Sequence[int]) -> None:
         """Takes note of tokens that rows have got, int32 [batch, 1], -1 for none, and stores those
-        that are finished with it; left: the others."""
+        that are finished with it; unfinished: the others."""
         texts = self._texts.get(running)
         if texts is None:
             return
-        finished = texts.left.difference(left)
-        texts.left.intersection_update(left)
+        finished = texts.left.difference(unfinished)
+        texts.left.intersection_update(unfinished)
         for row in sorted(finished):
             new_ids = (int(step_ids[row, 0]) for step_ids in texts.made)
             self._keep(running, row, [token for token in new_ids if token >= 0])
         texts.made.append(ids)
 
-    def shrink(self, running: Running, rows: Sequence[int], left: int) -> None:
+    def shrink(self, running: Running, rows: Sequence[int], num_unfinished: int) -> None:
         """Reduces a batch to the given rows; unfinished rows come first."""
         texts = self._texts.get(running)
         if texts is not None:
-            texts.left = set(range(left))
+            texts.left = set(range(num_unfinished))
             texts.made = [ids[np.array(rows)] for ids in texts.made]
 
     def keep_part(self, made: PromptPart | ReplacedPart) -> None:
@@ -154,8 +154,8 @@ class KVKeeper:
                 batch.stored.close()
         return self._layer
 
-    def _keep(self, running: Running, row: int, made: Sequence[int]) -> None:
-        """Stores the cache of a row with the generated tokens `made`."""
+    def _keep(self, running: Running, row: int, generated: Sequence[int]) -> None:
+        """Stores the cache of a row with the generated tokens `generated`."""
         prompt = running.shape.prompt_len
         columns = cached = prompt if running.is_prefix else running.growing[0].tokens
         if self._is_packed and not running.is_prefix:  # an open block is in full precision
@@ -164,7 +164,7 @@ class KVKeeper:
         is_useless = self._store.layout.has_ends and columns < cached
         if self._has_failed or is_useless or columns < prompt:
             return  # of a batch's last tokens, nothing is cached
-        ids = [*prompt_ids(running, row), *made[: columns - prompt]]
+        ids = [*prompt_ids(running, row), *generated[: columns - prompt]]
         try:
             while (draft := self._store.draft(ids)) is not None:
                 self._write(draft, running, row)

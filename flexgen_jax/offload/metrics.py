@@ -84,10 +84,10 @@ class Metrics:
             self._parts: dict[tuple[Phase, Resource, Content], _Busy] = defaultdict(_Busy)
             self._any: dict[Phase, _Busy] = {phase: _Busy() for phase in PHASES}
 
-    def queue(self, resource: Resource, content: Content, what: str, nbytes: int = 0) -> Operation:
+    def queue(self, resource: Resource, content: Content, name: str, nbytes: int = 0) -> Operation:
         """Records that a resource was asked for one more operation, which moves `nbytes` bytes."""
         with self._lock:
-            operation = Operation(resource, content, what, nbytes, self._phase, 0.0, self._run)
+            operation = Operation(resource, content, name, nbytes, self._phase, 0.0, self._run)
             for busy in self._counters(operation):
                 busy.nbytes += nbytes
         return operation
@@ -100,9 +100,9 @@ class Metrics:
                 for busy in self._counters(operation):
                     busy.begin(operation.start)
 
-    def begin(self, resource: Resource, content: Content, what: str, nbytes: int = 0) -> Operation:
+    def begin(self, resource: Resource, content: Content, name: str, nbytes: int = 0) -> Operation:
         """Records that a resource starts one more operation at once."""
-        operation = self.queue(resource, content, what, nbytes)
+        operation = self.queue(resource, content, name, nbytes)
         self.start(operation)
         return operation
 

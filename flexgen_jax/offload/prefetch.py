@@ -16,14 +16,14 @@ from flexgen_jax.offload.watcher import wait_for
 T = TypeVar("T")
 
 
-def finish(futures: Sequence[Any], what: str) -> None:
+def finish(futures: Sequence[Any], name: str) -> None:
     """Waits for disk transfers; raises `OffloadError` that names what was being moved."""
     for future in futures:
         try:
             future.result()
         except (ValueError, OSError) as error:
             raise OffloadError(
-                f"{what}: {error}; if the disk is full or failing, free space there or choose "
+                f"{name}: {error}; if the disk is full or failing, free space there or choose "
                 "another with --offload-dir"
             ) from None
 

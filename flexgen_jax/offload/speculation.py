@@ -163,13 +163,13 @@ class DraftedText:
         """The number of the generated token that follows the pass's first token."""
         return self.made - self.known + 1
 
-    def accepted(self, chosen: np.ndarray) -> range:
+    def accepted(self, tokens: np.ndarray) -> range:
         """Returns the positions in the pass whose chosen tokens belong to the sequence: the
-        last known one, and the guesses that are right. chosen: int32 [pass token]."""
+        last known one, and the guesses that are right. tokens: int32 [pass token]."""
         last = self.known - 1
         stop = last + 1
         for place, guess in enumerate(self.guesses, last):
-            if chosen[place] != guess:
+            if tokens[place] != guess:
                 break
             stop += 1
         return range(last, stop)
@@ -294,11 +294,11 @@ class DraftedTexts:
                 acceptance.wrong += right < len(text.guesses)
         return places
 
-    def end_pass(self, cached: int, left: Container[int]) -> None:
-        """Ends a pass that cached some tokens of each row; left: the rows that need more."""
+    def end_pass(self, cached: int, unfinished: Container[int]) -> None:
+        """Ends a pass that cached some tokens of each row; unfinished: the rows that need more."""
         for row, text in enumerate(self.rows):
             text.uncached -= cached
-            if row not in left:
+            if row not in unfinished:
                 text.is_done, text.guesses, text.known = True, [], 1
 
     def shrink(self, rows: Sequence[int]) -> None:

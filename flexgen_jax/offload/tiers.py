@@ -49,16 +49,16 @@ class Memories:
     def metrics(self) -> Metrics:
         return self.watcher.metrics
 
-    def to_device(self, tree: T, content: Content, what: str) -> T:
+    def to_device(self, tree: T, content: Content, name: str) -> T:
         """Starts moving those leaves of a tree that are on the host to the device; returns at once.
-        content, what: see `metrics.Operation`."""
-        return tree if self.unified else self._move(tree, "host_to_device", content, what)
+        content, name: see `metrics.Operation`."""
+        return tree if self.unified else self._move(tree, "host_to_device", content, name)
 
-    def to_host(self, tree: T, content: Content, what: str) -> T:
+    def to_host(self, tree: T, content: Content, name: str) -> T:
         """Starts moving the leaves of a tree to the host; returns at once."""
-        return tree if self.unified else self._move(tree, "device_to_host", content, what)
+        return tree if self.unified else self._move(tree, "device_to_host", content, name)
 
-    def ask(self, tree: Any, content: Content, what: str) -> None:
+    def ask(self, tree: Any, content: Content, name: str) -> None:
         """Starts copying small arrays to the host; later calls read them as NumPy arrays.
 
         Such a copy has a stream of its own and does not wait behind weights, as one to pinned
@@ -66,7 +66,7 @@ class Memories:
         """
         if self.unified:
             return
-        operation = self.metrics.queue("device_to_host", content, what, tree_bytes(tree))
+        operation = self.metrics.queue("device_to_host", content, name, tree_bytes(tree))
         for leaf in jax.tree.leaves(tree):
             leaf.copy_to_host_async()
         self.watcher.follow(operation, tree, lambda: jax.tree.map(np.asarray, tree))
@@ -82,11 +82,11 @@ class Memories:
             self._numbers[values] = self.constant(np.array(values, np.int32))
         return self._numbers[values]
 
-    def send(self, tree: Any, content: Content, what: str) -> Any:
+    def send(self, tree: Any, content: Content, name: str) -> Any:
         """Starts moving small NumPy arrays, which must not change any more, to the device."""
         if self.unified:
             return tree
-        return self._put(tree, "host_to_device", content, what)
+        return self._put(tree, "host_to_device", content, name)
 
     def device_peak_bytes(self) -> int | None:
         """Returns the most bytes that this process has had on the device, by its own count; None
@@ -98,21 +98,21 @@ class Memories:
         """Returns whether an array must be copied to the device before computing with it."""
         return not self.unified and array.sharding.memory_kind == "pinned_host"
 
-    def _move(self, tree: T, link: Link, content: Content, what: str) -> T:
+    def _move(self, tree: T, link: Link, content: Content, name: str) -> T:
         to_device = link == "host_to_device"
         leaves, shape = jax.tree.flatten(tree)
         moved_indices = [i for i, leaf in enumerate(leaves) if self.on_host(leaf) == to_device]
         if moved_indices:
-            moved = self._put([leaves[i] for i in moved_indices], link, content, what)
+            moved = self._put([leaves[i] for i in moved_indices], link, content, name)
             for i, leaf in zip(moved_indices, moved, strict=True):
                 leaves[i] = leaf
         result: T = jax.tree.unflatten(shape, leaves)
         return result
 
-    def _put(self, tree: Any, link: Link, content: Content, what: str) -> Any:
+    def _put(self, tree: Any, link: Link, content: Content, name: str) -> Any:
         """Starts a copy, which the metrics count as active until it is done."""
         target = self._device_sharding if link == "host_to_device" else self._host_sharding
-        operation = self.metrics.queue(link, content, what, tree_bytes(tree))
+        operation = self.metrics.queue(link, content, name, tree_bytes(tree))
         moved = jax.device_put(tree, target)
         self.watcher.follow(operation, tree, moved)
         return moved

@@ -88,12 +88,12 @@ def counted(
     metrics: Metrics,
     resource: Resource,
     content: Content,
-    what: str,
+    name: str,
     nbytes: int,
     futures: Sequence[Any],
 ) -> None:
     """Counts a started disk transfer until all of its futures are done."""
-    operation = metrics.begin(resource, content, what, nbytes)
+    operation = metrics.begin(resource, content, name, nbytes)
     left, lock = len(futures), threading.Lock()
 
     def done(_: Any) -> None:

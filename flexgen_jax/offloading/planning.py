@@ -131,16 +131,16 @@ class _Room(NamedTuple):
 def _room(
     limits: Sequence[float],
     largest: float,
-    way: float,
-    known: HardwareProfile,
+    in_flight: float,
+    profile: HardwareProfile,
     moves: bool,
     reads: bool,
 ) -> _Room:
     """Returns the memory that remains besides layers in flight; if layers are divided, whole leaves
     may exceed a share by one leaf."""
     device = limits[0] - (largest if moves or reads else 0)
-    device -= way if moves and not known.unified else 0
-    host = limits[1] - (largest if moves or reads else 0) - (way if reads else 0)
+    device -= in_flight if moves and not profile.unified else 0
+    host = limits[1] - (largest if moves or reads else 0) - (in_flight if reads else 0)
     return _Room(device, host, moves, reads)
 
 
@@ -156,19 +156,21 @@ Line = tuple[float, float, float]
 0."""
 
 
-def _seconds(known: HardwareProfile, total: float, largest: float, writes: bool) -> dict[str, Line]:
+def _seconds(
+    profile: HardwareProfile, total: float, largest: float, writes: bool
+) -> dict[str, Line]:
     """Returns how long each link takes for a pass."""
-    _, slowed = known.contention("disk_read", is_prefill=False)
-    read = slowed * total / known.disk_read.at(largest)
+    _, slowed = profile.contention("disk_read", is_prefill=False)
+    read = slowed * total / profile.disk_read.at(largest)
     seconds: dict[str, Line] = {"disk_read": (-read, -read, read)}
     if writes:
-        write = total / known.disk_write.at(largest)
+        write = total / profile.disk_write.at(largest)
         seconds["disk_write"] = (-write, -write, write)
-    if not known.unified:
-        there = total / known.host_to_device.at(largest)
+    if not profile.unified:
+        there = total / profile.host_to_device.at(largest)
         seconds["host_to_device"] = (-there, 0.0, there)
         if writes:
-            back = total / known.device_to_host.at(largest)
+            back = total / profile.device_to_host.at(largest)
             seconds["device_to_host"] = (-back, 0.0, back)
     return seconds
 

@@ -39,13 +39,13 @@ def _is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, QuantizedArray)
 
 
-def _as_array(leaf: Any, what: str) -> Kept:
+def _as_array(leaf: Any, name: str) -> Kept:
     if isinstance(leaf, QuantizedArray):
         return leaf
     array: Any = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     if str(array.dtype) not in ITEM_BYTES:
         raise UserError(
-            f"{what} is {type(leaf).__name__} of dtype {array.dtype}, but must be an array of "
+            f"{name} is {type(leaf).__name__} of dtype {array.dtype}, but must be an array of "
             "numbers"
         )
     # As JAX would have it: without jax_enable_x64, float64 becomes float32.

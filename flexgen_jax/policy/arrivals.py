@@ -24,13 +24,15 @@ class Planned:
             if not running.is_prefix:
                 running.left = deque([*range(running.tokens.start, 0), *(tokens or ())])
 
-    def enter(self, going: Sequence[Running], most: int | None) -> Sequence[Running]:
+    def enter(self, going: Sequence[Running], max_batches: int | None) -> Sequence[Running]:
         if any(running.is_prefix for running in going):
             return ()
         prefixes = sum(running.is_prefix for running in self._waiting)
         if prefixes:
             return self._take(prefixes)
-        return self._take(len(self._waiting) if most is None else min(most, len(self._waiting)))
+        return self._take(
+            len(self._waiting) if max_batches is None else min(max_batches, len(self._waiting))
+        )
 
     def _take(self, count: int) -> list[Running]:
         return [self._waiting.popleft() for _ in range(count)]
@@ -61,9 +63,9 @@ class LastOneLate(Planned):
         self._late = late
         self._waves = -1
 
-    def enter(self, going: Sequence[Running], most: int | None) -> Sequence[Running]:
+    def enter(self, going: Sequence[Running], max_batches: int | None) -> Sequence[Running]:
         has_prefix = any(running.is_prefix for running in (*going, *self._waiting))
         if has_prefix:
-            return super().enter(going, most)
+            return super().enter(going, max_batches)
         self._waves += 1
         return self._take(max(0, len(self._waiting) - (self._waves < self._late)))

@@ -128,14 +128,14 @@ def solved(problem: Problem, policy: Policy) -> Candidate | None:
     return Candidate(policy, solution, min(sequences, num_sequences), rate)
 
 
-def candidates(problem: Problem, near: Policy | None = None) -> list[Candidate]:
+def candidates(problem: Problem, centre: Policy | None = None) -> list[Candidate]:
     """Returns all candidates that fit, best first; batches between the best ones and the next of
-    the grid are tried, too. near: a policy; sizes and numbers of batches that differ from its own
+    the grid are tried, too. centre: a policy; sizes and numbers of batches that differ from its own
     by more than `MAX_NEIGHBOUR_RATIO` times are left out."""
     full: list[Policy] = []
     fitting: list[Candidate] = []
     for policy in policies(problem):
-        if near is not None and not _is_near(near, policy):
+        if centre is not None and not _is_near(centre, policy):
             continue
         # Batches that are larger than ones without a fit do not fit either.
         if any(_is_no_larger(other, policy) for other in full):

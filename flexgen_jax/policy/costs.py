@@ -263,18 +263,21 @@ class Costs(ModelBytes):
         return seconds
 
     def split_attention_s(
-        self, layer: LayerSpec, rows: int, here: float, there: float
+        self, layer: LayerSpec, rows: int, device_tokens: float, host_tokens: float
     ) -> tuple[float, float]:
         """Seconds of a layer's decode attention on the device and on the CPU.
 
-        here: number of tokens on the device; there: number of tokens whose values stay on the host.
-        With sparse attention on the device, the host blocks' keys are moved to it.
+        device_tokens: number of tokens on the device; host_tokens: number of tokens whose values
+        stay on the host. With sparse attention on the device, the host blocks' keys are moved to
+        it.
         """
-        device = self.device_attention_s(layer, rows, here) if here else 0.0
+        device = self.device_attention_s(layer, rows, device_tokens) if device_tokens else 0.0
         if self.policy.attends_on_host:
-            return device, self.host_attention_s(layer, rows, there)
-        elements = self.attended_elements(layer, rows, there)
-        keys = self._device.seconds(elements) / 2 + self._rank_s(layer, rows, there, on_host=False)
+            return device, self.host_attention_s(layer, rows, host_tokens)
+        elements = self.attended_elements(layer, rows, host_tokens)
+        keys = self._device.seconds(elements) / 2 + self._rank_s(
+            layer, rows, host_tokens, on_host=False
+        )
         values = self._host.seconds(elements) * self.policy.attention_sparsity / 2
         return device + keys, values
 

@@ -98,11 +98,11 @@ class Fitter:
             best = self._raise(best, kind)
         return best
 
-    def _raise(self, policy: Policy, part: str) -> Policy:
+    def _raise(self, policy: Policy, name: str) -> Policy:
         """Returns the policy with one part in the fastest tiers that fit, in steps of 1 %."""
 
         def at(device: int, host: int) -> Policy:
-            change: dict[str, Any] = {part: Placement(device / 100, host / 100)}
+            change: dict[str, Any] = {name: Placement(device / 100, host / 100)}
             return replace(policy, **change)
 
         device = _largest(100, lambda d: self.fits(at(d, 100 - d)))

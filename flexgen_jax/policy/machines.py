@@ -96,9 +96,9 @@ AMPERE, HOPPER = Instructions(), Instructions(tiled=6.5, cached=9.6)
 registers and rows from shared memory."""
 
 
-def _packed(others: Rate, bits: int, read: float, issued: float, cost: Instructions) -> Rate:
+def _packed(plain: Rate, bits: int, read: float, issued: float, cost: Instructions) -> Rate:
     """Returns the FLOP/s of matmuls with packed weights: packed up to `PACKED_ROWS` rows, as
-    `others` beyond.
+    `plain` beyond.
 
     read: byte/s; issued: instructions of a second. Reading or computing counts, whichever takes
     longer.
@@ -108,9 +108,9 @@ def _packed(others: Rate, bits: int, read: float, issued: float, cost: Instructi
         by_rows = cost.weight + cost.row * rows
         at_rate = by_rows if rows <= FEW_ROWS else cost.tiled
         weights = min(8 * read / (bits + GROUP_BITS), issued / at_rate)
-        return max(2 * rows * weights, others.at(rows))
+        return max(2 * rows * weights, plain.at(rows))
 
-    return Rate(tuple((n, rate(n) if n <= PACKED_ROWS else other) for n, other in others.points))
+    return Rate(tuple((n, rate(n) if n <= PACKED_ROWS else other) for n, other in plain.points))
 
 
 def _cached(bits: int, read: float, issued: float, cost: Instructions) -> Rate:

@@ -53,12 +53,12 @@ class Passes:
         # How many of its tokens it caches.
         self.cached = 1
 
-    def span(self, token: int, most: int) -> Span:
-        """Returns the work of the pass of a token (as in `Step`); most: the tokens of a pass that
-        is still to come."""
+    def span(self, token: int, max_tokens: int) -> Span:
+        """Returns the work of the pass of a token (as in `Step`); max_tokens: the tokens of a pass
+        that is still to come."""
         if token <= self._token:
             return Span(self._start, self._computed)
-        return Span(self._start + self.cached + token - self._token - 1, most)
+        return Span(self._start + self.cached + token - self._token - 1, max_tokens)
 
     def begin(self, token: int, begun: Begun, lengths: Sequence[int]) -> None:
         """Begins a pass, whose known tokens are cached as far as the open KV block has room;

@@ -244,11 +244,11 @@ class Policy:
         """Builds a policy from FlexGen's six numbers, in percent; the rest of each pair's 100 goes
         to disk."""
 
-        def place(what: str, device: float, host: float) -> Placement:
+        def place(name: str, device: float, host: float) -> Placement:
             try:
                 return Placement(device / 100, host / 100)
             except PolicyError as error:
-                raise PolicyError(f"{what}: {error}") from None
+                raise PolicyError(f"{name}: {error}") from None
 
         return cls(
             weights=place("weights", weights_device, weights_host),

@@ -39,7 +39,7 @@ def fitted(
     problem: Problem,
     policy: Policy,
     solve_within: Callable[[Budgets], Solution | None],
-    known: Peaks | None = None,
+    peaks: Peaks | None = None,
     first: Solution | None = None,
     start: Budgets | None = None,
 ) -> Placed | None:
@@ -47,19 +47,19 @@ def fitted(
 
     If the peaks exceed the budgets, the linear program is solved again with smaller ones. Returns
     None if that finds no policy. solve_within: solves it; first: its solution within all of the
-    budgets, if that is known; known: peaks that were computed before; others are added; start:
+    budgets, if that is known; peaks: peaks that were computed before; others are added; start:
     smaller initial budgets instead of `first`.
     """
     first = first if start is None else None
-    budgets, known = start or problem.budgets, {} if known is None else known
+    budgets, peaks = start or problem.budgets, {} if peaks is None else peaks
     for _ in range(TRIES):
         solution, first = first or solve_within(budgets), None
         if solution is None:
             return None
         plan = problem.plan(rounded(policy, solution))
-        if plan.policy not in known:
-            known[plan.policy] = peak_bytes(plan, problem.budgets.shortfalls)
-        needed = known[plan.policy]
+        if plan.policy not in peaks:
+            peaks[plan.policy] = peak_bytes(plan, problem.budgets.shortfalls)
+        needed = peaks[plan.policy]
         if not problem.budgets.shortfalls(needed):
             return Placed(plan, needed, budgets)
         budgets = reduced(budgets, problem.budgets, needed)
@@ -83,10 +83,10 @@ def reduced(budgets: Budgets, asked: Budgets, needed: dict[Tier, int]) -> Budget
     asked: the real budgets; needed: the exact peaks by tier.
     """
 
-    def less(limit: int | None, allowed: int | None, used: int) -> int | None:
-        if limit is None or allowed is None or used <= allowed:
+    def less(limit: int | None, allowed: int | None, nbytes: int) -> int | None:
+        if limit is None or allowed is None or nbytes <= allowed:
             return limit
-        return max(0, limit - int(1.2 * (used - allowed)) - allowed // GRAIN)
+        return max(0, limit - int(1.2 * (nbytes - allowed)) - allowed // GRAIN)
 
     return Budgets(
         device=less(budgets.device, asked.device, needed["device"]),

@@ -74,7 +74,7 @@ def _plan(
     problem: Problem,
     policy: Policy,
     sequences: int,
-    wanted: int,
+    num_sequences: int,
     needed: dict[Tier, int],
     blocks: Sequence[Prediction],
 ) -> Plan:
@@ -84,15 +84,15 @@ def _plan(
     return Plan(
         policy=policy,
         block_sequences=sequences,
-        num_sequences=wanted,
+        num_sequences=num_sequences,
         prefill_s=prefill_s,
         decode_s=decode_s,
         latency_s=blocks[0].total_s,
-        throughput=wanted * problem.workload.typical.tokens_each / (prefill_s + decode_s),
+        throughput=num_sequences * problem.workload.typical.tokens_each / (prefill_s + decode_s),
         peak_bytes=needed,
         busy_s={name: sum(block.busy_s[name] for block in blocks) for name in blocks[0].busy_s},
         binding=blocks[0].binding,
-        written=_written(problem, policy) * wanted / sequences,
+        written=_written(problem, policy) * num_sequences / sequences,
     )
 
 
@@ -170,7 +170,7 @@ def _search_once(problem: Problem) -> list[Plan]:
             problem=problem,
             policy=candidate.policy,
             solve_within=partial(solution_of, problem, candidate.policy),
-            known=peaks,
+            peaks=peaks,
             first=candidate.solution,
             start=start,
         )

@@ -126,10 +126,10 @@ def _seconds(problem: Problem, plan: StagePlan) -> float:
     return plan.prefill_s + (problem.workload.gen_len - 1) * plan.token_s
 
 
-def _stage_plan(problem: Problem, one: Policy, groups: int) -> StagePlan | None:
-    """Returns the plan of a stage. one: the policy of one group."""
-    every = replace(one, num_batches=one.num_batches * groups)
-    terms = block_terms(problem.costs(one), problem.of_block(one).typical)
+def _stage_plan(problem: Problem, group_policy: Policy, groups: int) -> StagePlan | None:
+    """Returns the plan of a stage. group_policy: the policy of one group."""
+    every = replace(group_policy, num_batches=group_policy.num_batches * groups)
+    terms = block_terms(problem.costs(group_policy), problem.of_block(group_policy).typical)
     memory = memory_terms(problem.costs(every), problem.of_block(every))
 
     def solve_within(budgets: Budgets) -> Solution | None:
@@ -238,14 +238,14 @@ def fastest(plans: Iterable[ChainPlan], placed: Division | None = None) -> Chain
 
 def search_stages(
     problem: Problem,
-    ways: Sequence[Division],
+    divisions: Sequence[Division],
     placed: Division | None = None,
     plan_all: Callable[[Shape, Division], Sequence[StagePlan | None]] | None = None,
     link: Link = LOOPBACK,
 ) -> ChainPlan | None:
     """Returns the plan of the highest throughput; None if nothing fits.
 
-    ways: divisions of the layers; the first that fits chooses the shape; placed: as for
+    divisions: divisions of the layers; the first that fits chooses the shape; placed: as for
     `fastest`; plan_all: returns the stages' plans for a shape, by default those for machines that
     are like the problem's.
     """
@@ -265,10 +265,10 @@ def search_stages(
             link=link,
         )
 
-    for number, way in enumerate(ways):
+    for number, way in enumerate(divisions):
         best = _best_shape(problem, partial(chain, layers=way), len(way))
         if best is not None:
-            others = (chain(best.shape, other) for other in ways[number + 1 :])
+            others = (chain(best.shape, other) for other in divisions[number + 1 :])
             return fastest([best, *(plan for plan in others if plan is not None)], placed)
     return None
 

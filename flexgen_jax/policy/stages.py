@@ -189,7 +189,7 @@ class Slots:
         """Leaves out all further steps of a batch."""
         self._dropped.add(batch)
 
-    def enter(self, going: Sequence[Running], most: int | None) -> Sequence[Running]:
+    def enter(self, going: Sequence[Running], max_batches: int | None) -> Sequence[Running]:
         """Batches enter with their slots."""
         return ()
 

@@ -33,10 +33,10 @@ class Step(NamedTuple):
 class Arrivals(Protocol):
     """Batches that wait to enter."""
 
-    def enter(self, going: Sequence[Running], most: int | None) -> Sequence[Running]:
+    def enter(self, going: Sequence[Running], max_batches: int | None) -> Sequence[Running]:
         """Returns batches that enter now, if there are some and there is room.
 
-        going: the batches that have further steps; most: how many batches may enter.
+        going: the batches that have further steps; max_batches: how many batches may enter.
         """
 
     def wait(self) -> bool:

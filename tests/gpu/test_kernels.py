@@ -305,9 +305,7 @@ def held_to_numbers(
 ) -> None:
     """Multiplies random rows by a kernel that stands for these numbers; by the matrix units if
     they are rounded to the dtype."""
-    x = jnp.asarray(
-        rng.standard_normal((min(rows, product.MAX_ROWS), numbers.shape[1])), dtype
-    )
+    x = jnp.asarray(rng.standard_normal((min(rows, product.MAX_ROWS), numbers.shape[1])), dtype)
     assert product.can_multiply(x, kernel)
     if product is packed_tiles:
         numbers = wide(jnp.asarray(numbers.astype(np.float32), dtype))

@@ -30,8 +30,8 @@ BATCH, HEADS = 3, 2
 SPEC = AttentionSpec(HEADS, HEADS, 1)
 
 # Compiled as one program, as in a run.
-everywhere = jax.jit(attend_top, static_argnames="most")
-ranked_by = jax.jit(rank, static_argnames="most")
+everywhere = jax.jit(attend_top, static_argnames="max_tokens")
+ranked_by = jax.jit(rank, static_argnames="max_tokens")
 to_ranked = jax.jit(attend_ranked)
 
 
@@ -113,7 +113,9 @@ class Case:
     def on_device(self, counts: np.ndarray) -> Any:
         most = max(1, int(counts.max()))
         where = (np.array(self.starts, np.int32), self.position, self.first)
-        found = everywhere(jnp.asarray(self.query), tuple(self.blocks), *where, counts, most=most)
+        found = everywhere(
+            jnp.asarray(self.query), tuple(self.blocks), *where, counts, max_tokens=most
+        )
         return merge([attend_itself(self.query, *self.new), found])[0]
 
     def rank(self, chosen: list[int], most: int) -> tuple[Any, Candidates]:
@@ -122,7 +124,7 @@ class Case:
         keys = tuple(self.blocks[i][0] for i in chosen)
         starts = np.array([self.starts[i] for i in chosen], np.int32)
         where = (starts, self.position, self.first)
-        found = ranked_by(jnp.asarray(self.query), keys, *where, most=most)
+        found = ranked_by(jnp.asarray(self.query), keys, *where, max_tokens=most)
         at = np.concatenate([self.starts[i] + np.arange(self.lengths[i]) for i in chosen])
         scores, tokens, lse = (np.asarray(x) for x in found)
         return found, Candidates(scores, at.astype(np.int32)[tokens], lse)

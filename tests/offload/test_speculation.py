@@ -293,7 +293,7 @@ def test_a_pass_without_guesses_computes_one_token() -> None:
     assert texts.begin_pass().computed == 1 and texts.pass_ids.tolist() == [[8]]
     for token in (9, 10):  # as if a guess had been right
         text.take(token)
-    texts.end_pass(1, left=[0])
+    texts.end_pass(1, unfinished=[0])
     begun = texts.begin_pass()
     assert (begun.known, begun.computed) == (2, 9)
     assert texts.pass_ids.tolist() == [[9, 10, *[10] * 7]] and text.first_place == 2
@@ -305,7 +305,7 @@ def test_rows_wait_for_the_one_that_knows_least() -> None:
     )
     for text in texts.rows:
         text.take(1)
-    texts.end_pass(0, left=[0, 1])  # the third one has all its tokens
+    texts.end_pass(0, unfinished=[0, 1])  # the third one has all its tokens
     assert texts.begin_pass() == (1, 5)
     assert texts.pass_ids.tolist() == [[1, 2, 3, 3, 3], [1, 2, 3, 3, 3], [0] * 5]
     places = texts.found(np.array([[2, 3, 4, 0, 0], [7, 0, 0, 0, 0], [0] * 5]))
@@ -313,7 +313,7 @@ def test_rows_wait_for_the_one_that_knows_least() -> None:
     for token in (2, 3, 4):
         texts.rows[0].take(token)
     texts.rows[1].take(7)
-    texts.end_pass(1, left=[0, 1])
+    texts.end_pass(1, unfinished=[0, 1])
     assert texts.begin_pass() == (1, 5)  # the first one has three known tokens, and two guesses
     assert texts.pass_ids.tolist() == [[2, 3, 4, 5, 6], [7, 8, 9, 9, 9], [0] * 5]
     assert texts.spread(np.arange(7)).tolist() == [0, 0, 0, 1, 2, 3, 4, 5, 5, 5, 6, 6, 6, 6, 6]

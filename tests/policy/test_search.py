@@ -220,7 +220,7 @@ def test_near_the_best_batches_the_best_ones_are_found() -> None:
     """With fewer programs to solve."""
     asked = problem("facebook/opt-30b", workload=Workload(256, 16, 0))
     everywhere = candidates(asked)
-    near = candidates(asked, near=everywhere[0].policy)
+    near = candidates(asked, centre=everywhere[0].policy)
     assert near[0] == everywhere[0]
     assert 0 < len(near) < 0.8 * len(everywhere)
 

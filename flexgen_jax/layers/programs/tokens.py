@@ -55,7 +55,9 @@ def decode(
         *where: Any,
     ) -> Any:
         cache = (hidden, blocks, tail, position, *where)
-        hidden, new = apply(module, weights, *cache, most=room, appends=appends, method="decode")
+        hidden, new = apply(
+            module, weights, *cache, max_tokens=room, appends=appends, method="decode"
+        )
         return hidden, new, checked(checks, jnp.isfinite(hidden).all())
 
     arguments = (

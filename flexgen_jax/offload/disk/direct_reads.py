@@ -77,9 +77,9 @@ class ReadQueue:
 class _Whole:
     """A read of several pieces, which keeps the first error among them."""
 
-    def __init__(self, left: int) -> None:
+    def __init__(self, num_reads: int) -> None:
         self._lock = threading.Lock()
-        self._left = left
+        self._left = num_reads
         self._error: BaseException | None = None
         self.future: Future[None] = Future()
 
@@ -134,19 +134,19 @@ def _straight(views: list[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarra
     return straight, []
 
 
-def _fill_all(descriptor: int, straight: list[np.ndarray], rest: list[np.ndarray]) -> int:
-    """Reads a file into `straight` and then, through a bounce buffer, into `rest`; returns the
+def _fill_all(descriptor: int, straight: list[np.ndarray], tail: list[np.ndarray]) -> int:
+    """Reads a file into `straight` and then, through a bounce buffer, into `tail`; returns the
     bytes read. A small file takes one system call."""
     size = _size(straight)
-    if not rest:
+    if not tail:
         return _fill(descriptor, straight, 0)
-    bounce = whole_pages(min(BOUNCE_BYTES, -(-_size(rest) // PAGE) * PAGE))
+    bounce = whole_pages(min(BOUNCE_BYTES, -(-_size(tail) // PAGE) * PAGE))
     done = _fill(descriptor, [*straight, bounce], 0)
-    while rest and done > size:
-        count = min(done - size, _size(rest))
-        _spread(bounce[:count], rest)
-        rest, size = _after(rest, count), size + count
-        if not rest or count < bounce.size:
+    while tail and done > size:
+        count = min(done - size, _size(tail))
+        _spread(bounce[:count], tail)
+        tail, size = _after(tail, count), size + count
+        if not tail or count < bounce.size:
             break
         done = size + _fill(descriptor, [bounce], size)
     return min(done, size)
