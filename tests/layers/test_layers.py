@@ -261,7 +261,7 @@ def test_the_last_token_alone_is_as_among_all(
 ) -> None:
     where, dtype, cache_bits = kind
     kernels: Kernels = XLA if where == "xla" else CPU
-    for name in ("FEW_ELEMENTS", "FEW_OF_A_PROMPT"):
+    for name in ("MIN_KERNEL_ELEMENTS", "FEW_OF_A_PROMPT"):
         monkeypatch.setattr(attention, name, 0)
     wide = {"hidden_size": 128, "word_embed_proj_dim": 128, "max_position_embeddings": 160}
     config = read_config(BASE | VARIANTS[variant] | wide)
