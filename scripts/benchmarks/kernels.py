@@ -34,6 +34,7 @@ from flexgen_jax.layers.attention import attend
 from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.quantization import Kept, quantize, quantize_as
 from flexgen_jax.models.formats.storage import kv_storage
+from flexgen_jax.models.parts import AttentionSpec
 from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.offload.allocator import tune_allocator
 
@@ -144,7 +145,7 @@ def attention_runs(dtype: str, bits: int, tokens: int) -> dict[str, Callable[[An
     device = jax.jit(partial(attend, tuning=kernels_of_device().tuning))
     host, rows = HostAttention(), np.asarray(query.astype(jnp.float32))
     counts = np.full(KV_SHAPE[0], -(-tokens // 10), np.int32)
-    where = (tokens, first)
+    where = (tokens, first, AttentionSpec(KV_SHAPE[1], KV_SHAPE[1], KV_SHAPE[2]))
     runs: dict[str, Callable[[Any, Any], object]] = {
         "host": lambda k, v: host.attend(rows, [HostBlock(0, (k, v))], *where),
         "sparse": lambda k, v: host.attend_top(
