@@ -154,9 +154,8 @@ def tell(
     if summary.commonest is not None:
         error_text, count = summary.commonest
         click.echo(
-            f"flexgen-jax: {count} of {summary.errors} errors: {error_text}. Use "
-            "--retry-errors to run "
-            "failed requests again, or append corrected requests to the input",
+            f"flexgen-jax: {count} of {summary.errors} errors: {error_text}. Use --retry-errors to "
+            "run failed requests again, or append corrected requests to the input",
             err=True,
         )
     if summary.errors and summary.errors == summary.total:

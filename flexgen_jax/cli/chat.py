@@ -15,7 +15,7 @@ import click
 
 from flexgen_jax.cli.commands import Command, now_option
 from flexgen_jax.cli.engine_flags import engine_options, open_llm
-from flexgen_jax.cli.flags import model_options, policy_options
+from flexgen_jax.cli.flags import model_options, policy_options, sampling_options
 from flexgen_jax.cli.generate import parse_variables
 from flexgen_jax.errors import PromptError, UserError
 
@@ -136,22 +136,7 @@ class Conversation:
     type=int,
     help=f"Maximum tokens per answer. Default: the model's default, or {MAX_TOKENS}.",
 )
-@click.option(
-    "--temperature",
-    type=float,
-    help="0: greedy. Default: the model's default, or 0.",
-)
-@click.option(
-    "--top-k",
-    type=int,
-    help="Sample from the K most likely tokens; 0: all. Default: the model's default.",
-)
-@click.option(
-    "--top-p",
-    type=float,
-    help="Sample from the most likely tokens with this total probability. Default: the model's "
-    "default.",
-)
+@sampling_options
 @model_options
 @policy_options
 def chat(

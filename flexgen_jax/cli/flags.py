@@ -29,11 +29,37 @@ PRECISION, PLANNING = "Precision and attention", "Planning"
 
 
 def _apply(
-    command: Function, heading: str, options: list[Callable[[Function], Function]]
+    command: Function, heading: str | None, options: list[Callable[[Function], Function]]
 ) -> Function:
     for option in reversed(options):
-        command = under(heading, option(command))
+        command = option(command) if heading is None else under(heading, option(command))
     return command
+
+
+def sampling_options(command: Function) -> Function:
+    """Adds the flags for the choice of each token to a command."""
+    return _apply(
+        command,
+        None,
+        [
+            click.option(
+                "--temperature",
+                type=float,
+                help="0: greedy. Default: the model's default, or 0.",
+            ),
+            click.option(
+                "--top-k",
+                type=int,
+                help="Sample from the K most likely tokens; 0: all. Default: the model's default.",
+            ),
+            click.option(
+                "--top-p",
+                type=float,
+                help="Sample from the most likely tokens with this total probability. Default: the "
+                "model's default.",
+            ),
+        ],
+    )
 
 
 def model_options(command: Function) -> Function:
@@ -156,8 +182,8 @@ def _bits_option(name: str, tensor_name: str) -> Callable[[Function], Function]:
         f"--{name}-bits",
         type=click.Choice([str(bits) for bits in BITS]),
         callback=_as_int,
-        help=f"Bits of {tensor_name}; 16 is the dtype itself. "
-        "4 bits: 28 % of the memory and traffic, at a small loss of quality.",
+        help=f"Bits of {tensor_name}; 16 is the dtype itself. 4 bits: 28 % of the memory and "
+        "traffic, at a small loss of quality.",
     )
 
 
@@ -348,9 +374,8 @@ def _precision_flags(command: Function) -> Function:
                 "--prefill-chunk",
                 type=click.IntRange(1),
                 metavar="TOKENS",
-                help="Tokens per prefill chunk. Smaller chunks need less memory and more "
-                "passes over "
-                f"the weights. Default: {Policy().prefill_chunk}, or less if a plan needs it.",
+                help="Tokens per prefill chunk. Smaller chunks need less memory and more passes "
+                f"over the weights. Default: {Policy().prefill_chunk}, or less if a plan needs it.",
             ),
             click.option(
                 "--draft",

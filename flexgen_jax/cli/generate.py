@@ -16,7 +16,7 @@ import click
 from flexgen_jax.cli.batch import run_here, tell
 from flexgen_jax.cli.commands import Command, end, now_option
 from flexgen_jax.cli.engine_flags import engine_options, open_llm
-from flexgen_jax.cli.flags import model_options, policy_options
+from flexgen_jax.cli.flags import model_options, policy_options, sampling_options
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.errors import PromptError, UserError
@@ -84,22 +84,7 @@ DEMO_PROMPT = "The people of the United States"
     type=int,
     help="New tokens per prompt. Default: the model's default, or 64.",
 )
-@click.option(
-    "--temperature",
-    type=float,
-    help="0: greedy. Default: the model's default, or 0.",
-)
-@click.option(
-    "--top-k",
-    type=int,
-    help="Sample from the K most likely tokens; 0: all. Default: the model's default.",
-)
-@click.option(
-    "--top-p",
-    type=float,
-    help="Sample from the most likely tokens with this total probability. Default: the model's "
-    "default.",
-)
+@sampling_options
 @click.option("--stop", multiple=True, help="Stop at this string; may be repeated.")
 @click.option("--ignore-eos", is_flag=True, help="Continue after the end token.")
 @click.option(

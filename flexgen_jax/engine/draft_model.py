@@ -128,7 +128,7 @@ class Network:
         self._device.close()
 
     def rows(self, max_tokens: int) -> Rows:
-        """Sets up a sequence without padding, of at most `tokens` tokens."""
+        """Sets up a sequence without padding, of at most `max_tokens` tokens."""
         zero = np.zeros(1, np.int32)
         constant = self._device.memories.constant
         return Rows(*map(constant, (zero, zero, np.array([max_tokens], np.int32))))

@@ -35,8 +35,8 @@ def share(
     stored: Callable[[Ids], int] = nothing_stored,
     is_worth: Callable[[int, Sequence[EncodedRequest]], bool] = spares_enough,
 ) -> list[EncodedRequest]:
-    """Returns requests that know how long the prefixes are that they share with others of them, or
-    that are `prefixes`. A prefix that a request names stays shared.
+    """Returns the requests with the lengths of the prefixes that they share with each other or with
+    `prefixes`. A prefix that a request names stays shared.
 
     stored: the number of a prompt's first tokens in a KV store; is_worth:
     whether saving that number of tokens pays.

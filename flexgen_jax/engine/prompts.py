@@ -111,9 +111,9 @@ class PromptReader:
         num_shortened = sum(r.whole_limit < r.params.most_tokens for r in requests)
         if num_shortened:
             self._progress.say(
-                f"flexgen-jax: {num_shortened} of {len(inputs)} prompts leave room for fewer "
-                "new tokens "
-                f"than requested in the model's context of {self._model.config.max_positions}"
+                f"flexgen-jax: {num_shortened} of {len(inputs)} prompts leave room for fewer new "
+                "tokens than requested in the model's context of "
+                f"{self._model.config.max_positions}"
             )
         return requests, failures
 

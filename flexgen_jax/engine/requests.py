@@ -85,7 +85,7 @@ class EncodedRequest:
         return self.continued + self.max_tokens + self.later
 
     def going_on(self, generated: Sequence[int]) -> EncodedRequest:
-        """Returns the request that continues a text of `generated` tokens with those of `later`."""
+        """Returns the request for the `later` tokens of a text, after its `generated` tokens."""
         return replace(
             self,
             prompt_ids=(*self.given_ids, *generated),
@@ -234,9 +234,8 @@ def check_lengths(rows: Sequence[Sequence[int]], max_new_tokens: int, config: Mo
             f"; {len(bad_indices) - 1} more prompts do not fit" if len(bad_indices) > 1 else ""
         )
         raise PromptError(
-            f"prompt {bad_indices[0]} has {len(rows[bad_indices[0]])} tokens; the model "
-            "accepts 1 to "
-            f"{max_length}{config.context_limit}{others_note}",
+            f"prompt {bad_indices[0]} has {len(rows[bad_indices[0]])} tokens; the model accepts 1 "
+            f"to {max_length}{config.context_limit}{others_note}",
             bad_indices,
         )
 

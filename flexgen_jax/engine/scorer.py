@@ -85,9 +85,8 @@ class Scorer:
                 )
             if not 1 <= count < max_length:
                 raise UserError(
-                    f"a continuation has {count} tokens, but must have 1 to {max_length - 1} "
-                    "after a "
-                    "context"
+                    f"a continuation has {count} tokens, but must have 1 to {max_length - 1} after "
+                    "a context"
                 )
             rows.append(row[-max_length:])
             lengths.append(count)

@@ -176,9 +176,8 @@ class FlexGenLM(TemplateLM):  # type: ignore[misc]
         room = self.max_length - max_new_tokens
         if room < 1:
             raise UserError(
-                f"max_gen_toks={max_new_tokens} leaves no room for a prompt in the model's "
-                "context of "
-                f"{self.max_length} tokens"
+                f"max_gen_toks={max_new_tokens} leaves no room for a prompt in the model's context "
+                f"of {self.max_length} tokens"
             )
         return ids[-room:], replace(wish.params, max_tokens=max_new_tokens)
 

@@ -177,28 +177,28 @@ def _from_openai(
     return _line(fields, params, (number, name, form, prompts, messages, chat), seed, model)
 
 
-def _take_completion(body: dict[str, Any], params: dict[str, Any], _tokens: int | None) -> Any:
-    params["max_tokens"] = body.pop("max_tokens", DEFAULT_TOKENS)
-    if "logprobs" in body:
-        params["logprobs"] = _limited("logprobs", body.pop("logprobs"), 5)
-    return _prompts(body.pop("prompt", None)), None, None
+def _take_completion(fields: dict[str, Any], params: dict[str, Any], _tokens: int | None) -> Any:
+    params["max_tokens"] = fields.pop("max_tokens", DEFAULT_TOKENS)
+    if "logprobs" in fields:
+        params["logprobs"] = _limited("logprobs", fields.pop("logprobs"), 5)
+    return _prompts(fields.pop("prompt", None)), None, None
 
 
-def _take_chat(body: dict[str, Any], params: dict[str, Any], tokens: int | None) -> Any:
-    most = body.pop("max_completion_tokens", None)
-    older = body.pop("max_tokens", None)
+def _take_chat(fields: dict[str, Any], params: dict[str, Any], tokens: int | None) -> Any:
+    most = fields.pop("max_completion_tokens", None)
+    older = fields.pop("max_tokens", None)
     params["max_tokens"] = next((n for n in (most, older) if n is not None), tokens)
-    asks, top = body.pop("logprobs", False), body.pop("top_logprobs", None)
+    asks, top = fields.pop("logprobs", False), fields.pop("top_logprobs", None)
     if not isinstance(asks, bool):
         raise LineError(f'"logprobs" must be true or false, not {asks!r}')
     if top not in (None, 0) and not asks:
         raise LineError('"top_logprobs" needs "logprobs": true')
     if asks:
         params["logprobs"] = _limited("top_logprobs", top or 0, 20)
-    return (), _messages(body.pop("messages", None)), _chat_options(body)
+    return (), _messages(fields.pop("messages", None)), _chat_options(fields)
 
 
-def _chat_options(body: dict[str, Any]) -> ChatOptions | None:
+def _chat_options(fields: dict[str, Any]) -> ChatOptions | None:
     """Takes out the fields that say how a conversation is rendered; None if there are none."""
     kinds: dict[str, type] = {
         "tools": list,
@@ -209,7 +209,7 @@ def _chat_options(body: dict[str, Any]) -> ChatOptions | None:
         "continue_final_message": bool,
         "reasoning_effort": str,
     }
-    named = {name: body.pop(name) for name in kinds if name in body}
+    named = {name: fields.pop(name) for name in kinds if name in fields}
     for name, value in named.items():
         if not isinstance(value, kinds[name]):
             raise LineError(f'"{name}" must be {KIND_NAMES[kinds[name]]}, not {value!r}')
@@ -292,44 +292,43 @@ def _from_plain(raw: dict[str, Any], name: str, number: int, tokens: int | None,
 
 
 def _line(
-    body: dict[str, Any], wanted: dict[str, Any], prompt: Any, seed: int, model: str | None
+    fields: dict[str, Any], params: dict[str, Any], source: Any, seed: int, model: str | None
 ) -> Line:
-    """Returns the line with the sampling parameters that are left in `body`; raises `LineError`
+    """Returns the line with the sampling parameters that are left in `fields`; raises `LineError`
     otherwise."""
-    _know(body, {*SHARED, *OWN, *NAMED})
-    if body.get("top_k") == -1:  # as in vLLM
-        body["top_k"] = 0
-    names_by_id = body.get("return_tokens_as_token_ids", False)
+    _know(fields, {*SHARED, *OWN, *NAMED})
+    if fields.get("top_k") == -1:  # as in vLLM
+        fields["top_k"] = 0
+    names_by_id = fields.get("return_tokens_as_token_ids", False)
     if not isinstance(names_by_id, bool):
         raise LineError('"return_tokens_as_token_ids" must be true or false')
-    wanted |= {key: body[key] for key in (*SHARED, *OWN) if key in body}
-    wanted["seed"] = body.get("seed", seed)
-    if not isinstance(wanted.get("ignore_eos", False), bool):
-        raise LineError(f'"ignore_eos" must be true or false, not {wanted["ignore_eos"]!r}')
-    stop = body.get("stop", ())
+    params |= {key: fields[key] for key in (*SHARED, *OWN) if key in fields}
+    params["seed"] = fields.get("seed", seed)
+    if not isinstance(params.get("ignore_eos", False), bool):
+        raise LineError(f'"ignore_eos" must be true or false, not {params["ignore_eos"]!r}')
+    stop = fields.get("stop", ())
     if not isinstance(stop, str | list | tuple):
         raise LineError(f'"stop" must be a string or a list of strings, not {stop!r}')
-    if "logit_bias" in body:
-        wanted["logit_bias"] = _biases(body["logit_bias"])
-    count = body.get("n", 1)
+    if "logit_bias" in fields:
+        params["logit_bias"] = _biases(fields["logit_bias"])
+    count = fields.get("n", 1)
     if not _is_whole(count) or not 1 <= count <= MAX_CHOICES:
         raise LineError(f'"n" must be an integer from 1 to {MAX_CHOICES}, not {count!r}')
-    number, name, form, prompts, messages, chat = prompt
+    number, name, form, prompts, messages, chat = source
     if count * max(1, len(prompts)) > MAX_CHOICES:
         raise LineError(
             f"more than {MAX_CHOICES} completions requested: {len(prompts)} prompts with n = "
             f"{count}"
         )
-    params = SamplingParams(stop=stop, **wanted)
     return Line(
         number=number,
         name=name,
         form=form,
         prompts=prompts,
         messages=messages,
-        params=params,
+        params=SamplingParams(stop=stop, **params),
         count=count,
-        has_seed="seed" in body,
+        has_seed="seed" in fields,
         model=model,
         chat=chat,
         names_by_id=names_by_id,
@@ -352,8 +351,8 @@ def _schema(raw: Any) -> Any:
     )
 
 
-def _know(body: Mapping[str, Any], fields: set[str]) -> None:
-    unknown = sorted(set(body) - fields)
+def _know(fields: Mapping[str, Any], known_names: set[str]) -> None:
+    unknown = sorted(set(fields) - known_names)
     if unknown:
         raise LineError(f'unknown field "{unknown[0]}"')
 

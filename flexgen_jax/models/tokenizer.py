@@ -201,8 +201,7 @@ def _load(folder: Path) -> FastTokenizer:
         raise CheckpointError(f"{folder}: cannot read the tokenizer: {error}") from None
     raise CheckpointError(
         f"{folder} has no tokenizer: add the model's tokenizer.json (or {TIKTOKEN}, "
-        f"{SENTENCEPIECE}, "
-        "or vocab.json and merges.txt)"
+        f"{SENTENCEPIECE}, or vocab.json and merges.txt)"
     )
 
 

@@ -155,7 +155,7 @@ class KVKeeper:
         return self._layer
 
     def _keep(self, running: Running, row: int, generated: Sequence[int]) -> None:
-        """Stores the cache of a row with the generated tokens `generated`."""
+        """Stores the cache of a row with its `generated` tokens."""
         prompt = running.shape.prompt_len
         columns = cached = prompt if running.is_prefix else running.growing[0].tokens
         if self._is_packed and not running.is_prefix:  # an open block is in full precision

@@ -35,9 +35,8 @@ class Room:
             if used + nbytes > limit:
                 name = "disk_space" if tier == "disk" else f"{tier}_memory"
                 raise UserError(
-                    f"{what} needs {nbytes} bytes of {tier} memory in addition to {used} in "
-                    "use, but "
-                    f"{name} allows {limit}: raise it, place more in a slower tier, or lower "
+                    f"{what} needs {nbytes} bytes of {tier} memory in addition to {used} in use, "
+                    f"but {name} allows {limit}: raise it, place more in a slower tier, or lower "
                     "`ahead`"
                 )
 

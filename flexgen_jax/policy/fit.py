@@ -94,8 +94,8 @@ class Fitter:
             # Reading from disk needs buffers; without them a small model may still fit.
             best = replace(policy, weights=Placement(), cache=Placement(), activations=Placement())
             return best if self.fits(best) else None
-        for kind in ("activations", "cache", "weights"):
-            best = self._raise(best, kind)
+        for name in ("activations", "cache", "weights"):
+            best = self._raise(best, name)
         return best
 
     def _raise(self, policy: Policy, name: str) -> Policy:

@@ -64,9 +64,8 @@ class GgufFile:
             raise CheckpointError(f"{path}: corrupt: its header cannot be read: {error}") from None
         if int(self.metadata.get("split.count", 1)) > 1:
             raise CheckpointError(
-                f"{path}: it is one part of a split file; join the parts first: "
-                "llama-gguf-split --merge "
-                f"{path.name} whole.gguf"
+                f"{path}: it is one part of a split file; join the parts first: llama-gguf-split "
+                f"--merge {path.name} whole.gguf"
             )
         for name, entry in self.tensors.items():
             if entry.begin + entry.nbytes > self.bytes.size:
@@ -150,8 +149,7 @@ class GgufFile:
         if block is None:
             raise CheckpointError(
                 f"{self.path}: tensor {name!r} has type {NAMES[tensor_type]}, which is not "
-                "supported; "
-                f"supported: {', '.join(BLOCKS)}"
+                f"supported; supported: {', '.join(BLOCKS)}"
             )
         if shape[-1] % block.elements:
             raise CheckpointError(
