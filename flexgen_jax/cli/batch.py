@@ -172,7 +172,7 @@ def run_here(
     job = Job(llm, options)
     page = Page(watch, llm.name, lambda: llm.policy.in_words if llm.policy else None)
     with watching(job, options, page):
-        summary = job.run()
+        summary = replace(job.run(), notes=llm.notes)
     return summary, llm.report() if summary.tokens else {}
 
 
@@ -191,9 +191,9 @@ def run_on_ray(
     engine = replace(engine, dtype=dtype, progress=False)
     crew.options = engine.arguments
     with open_llm(replace(engine, stages=1, coordinator=None)) as llm:  # it computes nothing
-        job = Job(Fleet(llm, crew), options)
+        job = Job(llm, options, Fleet(crew))
         with watching(job, options, Page(watch, llm.name, lambda: None)):
-            return job.run()
+            return replace(job.run(), notes=llm.notes)
 
 
 class Page(NamedTuple):

@@ -6,28 +6,11 @@ import codecs
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
+from flexgen_jax.engine.texts import TextModel
 from flexgen_jax.jobs.lines import Line, LineError
-from flexgen_jax.models.reasoning import Reasoning
-
-
-class Speaker(Protocol):
-    """The engine's interface for making records."""
-
-    @property
-    def name(self) -> str: ...
-
-    def piece(self, token_id: int) -> bytes:
-        """Returns the bytes that a token stands for."""
-
-    def is_hidden(self, token_id: int) -> bool:
-        """Returns whether a text does not have the token."""
-
-    def reasoning(self, result: RequestOutput) -> Reasoning | None:
-        """Returns the two parts of a text that begins with reasoning; None for other tokens."""
-
 
 Name = Callable[[int], str]
 """Names a token."""
@@ -48,20 +31,20 @@ def failure(number: int, error: LineError, job: str) -> dict[str, Any]:
 
 
 def answer(
-    line: Line, results: Sequence[RequestOutput], speaker: Speaker, job: str
+    line: Line, results: Sequence[RequestOutput], model: TextModel, job: str
 ) -> dict[str, Any]:
     """Returns the record of a line's results, one for each of its choices."""
     usage = _usage(line, results)
     if line.form == "plain":
-        return _plain(line, results, usage, speaker)
+        return _plain(line, results, usage, model)
     is_chat = line.form == "chat"
     choose = _chat_choice if is_chat else _completion_choice
     body = {
         "id": _name("chatcmpl" if is_chat else "cmpl", job, line.number),
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
-        "model": line.model or speaker.name,
-        "choices": [choose(n, result, line, speaker) for n, result in enumerate(results)],
+        "model": line.model or model.name,
+        "choices": [choose(n, result, line, model) for n, result in enumerate(results)],
         "usage": usage,
     }
     request_id = _name("req", job, line.number)
@@ -75,7 +58,7 @@ def answer(
 
 
 def _name(kind: str, job: str, number: int) -> str:
-    return f"{kind}_{job[:12]}_{number}"
+    return f"{kind}_{job}_{number}"
 
 
 def _usage(line: Line, results: Sequence[RequestOutput]) -> dict[str, int]:
@@ -89,7 +72,7 @@ def _usage(line: Line, results: Sequence[RequestOutput]) -> dict[str, int]:
 
 
 def _plain(
-    line: Line, results: Sequence[RequestOutput], usage: dict[str, int], speaker: Speaker
+    line: Line, results: Sequence[RequestOutput], usage: dict[str, int], model: TextModel
 ) -> dict[str, Any]:
     choices = []
     for result in results:
@@ -98,7 +81,7 @@ def _plain(
             "token_ids": result.token_ids,
             "finish_reason": result.finish_reason,
         }
-        reasoned = speaker.reasoning(result) if line.messages is not None else None
+        reasoned = model.reasoning(result) if line.messages is not None else None
         if reasoned is not None:
             choice |= {"text": reasoned.content or "", "reasoning_content": reasoned.reasoning}
         if result.logprobs is not None:
@@ -112,29 +95,29 @@ def _plain(
 
 
 def _completion_choice(
-    index: int, result: RequestOutput, line: Line, speaker: Speaker
+    index: int, result: RequestOutput, line: Line, model: TextModel
 ) -> dict[str, Any]:
     choice = {"index": index, "text": result.text, "finish_reason": result.finish_reason}
     if result.logprobs is None:
         return {**choice, "logprobs": None}
 
     def name(token: int) -> str:
-        return _by_id(token) if line.names_by_id else _shown(speaker.piece(token), "bytes:")
+        return _by_id(token) if line.names_by_id else _shown(model.piece(token), "bytes:")
 
     pairs = list(zip(result.token_ids, result.logprobs, strict=True))
     logprobs = {
         "tokens": [name(token) for token in result.token_ids],
         "token_logprobs": [x.logprob for x in result.logprobs],
         "top_logprobs": [_by_name(token, x, name) for token, x in pairs],
-        "text_offset": _offsets(result.token_ids, speaker),
+        "text_offset": _offsets(result.token_ids, model),
     }
     return {**choice, "logprobs": logprobs}
 
 
-def _offsets(token_ids: Sequence[int], speaker: Speaker) -> list[int]:
+def _offsets(token_ids: Sequence[int], model: TextModel) -> list[int]:
     """Returns for each token how many whole characters come before it."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    shown = (b"" if speaker.is_hidden(n) else speaker.piece(n) for n in token_ids)
+    shown = (b"" if model.is_hidden(n) else model.piece(n) for n in token_ids)
     counts = [len(decoder.decode(piece)) for piece in shown]
     return list(accumulate(counts[:-1], initial=0))[: len(counts)]
 
@@ -164,14 +147,14 @@ def _shown(piece: bytes, before_bytes: str = "") -> str:
         return before_bytes + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def _chat_choice(index: int, result: RequestOutput, line: Line, speaker: Speaker) -> dict[str, Any]:
+def _chat_choice(index: int, result: RequestOutput, line: Line, model: TextModel) -> dict[str, Any]:
     logprobs = None
     if result.logprobs is not None:
         pairs = zip(result.token_ids, result.logprobs, strict=True)
-        content = [_chat_token(token, x, line, speaker) for token, x in pairs]
+        content = [_chat_token(token, x, line, model) for token, x in pairs]
         logprobs = {"content": content, "refusal": None}
     message = {"role": "assistant", "content": result.text, "refusal": None}
-    reasoned = speaker.reasoning(result)
+    reasoned = model.reasoning(result)
     if reasoned is not None:
         message |= {"content": reasoned.content, "reasoning_content": reasoned.reasoning}
     return {
@@ -182,12 +165,12 @@ def _chat_choice(index: int, result: RequestOutput, line: Line, speaker: Speaker
     }
 
 
-def _chat_token(token: int, logs: TokenLogprob, line: Line, speaker: Speaker) -> dict[str, Any]:
-    top = [_token(other, logprob, line, speaker) for other, logprob in logs.top]
-    return {**_token(token, logs.logprob, line, speaker), "top_logprobs": top}
+def _chat_token(token: int, logs: TokenLogprob, line: Line, model: TextModel) -> dict[str, Any]:
+    top = [_token(other, logprob, line, model) for other, logprob in logs.top]
+    return {**_token(token, logs.logprob, line, model), "top_logprobs": top}
 
 
-def _token(token: int, logprob: float, line: Line, speaker: Speaker) -> dict[str, Any]:
-    piece = speaker.piece(token)
+def _token(token: int, logprob: float, line: Line, model: TextModel) -> dict[str, Any]:
+    piece = model.piece(token)
     name = _by_id(token) if line.names_by_id else _shown(piece)
     return {"token": name, "logprob": logprob, "bytes": list(piece)}

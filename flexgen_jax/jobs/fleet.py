@@ -18,9 +18,6 @@ from flexgen_jax.engine.llm import LLM
 from flexgen_jax.engine.outputs import OnToken, RequestOutput, TokenLogprob
 from flexgen_jax.engine.requests import Request
 from flexgen_jax.machine.jax_settings import set_up_jax
-from flexgen_jax.models.chat import ChatOptions
-from flexgen_jax.models.defaults import SamplingDefaults
-from flexgen_jax.models.reasoning import Reasoning
 
 Unfinished = tuple[str, list[int], list[TokenLogprob]]
 """A request's id, its tokens so far, and those tokens' log-probabilities, if it asked for them."""
@@ -178,69 +175,11 @@ class Given:
         )
 
 
-class Described:
-    """A model's description; another one answers."""
+class Fleet:
+    """Copies of a model as one `jobs.options.Runner`."""
 
-    _llm: LLM
-
-    @property
-    def name(self) -> str:
-        return self._llm.name
-
-    @property
-    def dtype(self) -> str:
-        return self._llm.dtype
-
-    @property
-    def fingerprint(self) -> str:
-        return self._llm.fingerprint
-
-    @property
-    def files_fingerprint(self) -> str:
-        return self._llm.files_fingerprint
-
-    @property
-    def chat_fingerprint(self) -> str | None:
-        return self._llm.chat_fingerprint
-
-    @property
-    def chat_tells_time(self) -> bool:
-        return self._llm.chat_tells_time
-
-    @property
-    def sampling_defaults(self) -> SamplingDefaults:
-        return self._llm.sampling_defaults
-
-    @property
-    def notes(self) -> list[str]:
-        return self._llm.notes
-
-    def note(self, note: str) -> None:
-        self._llm.note(note)
-
-    def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None
-    ) -> tuple[str, list[int]]:
-        return self._llm.chat_prompt(messages, options)
-
-    def reasoning(self, result: RequestOutput) -> Reasoning | None:
-        return self._llm.reasoning(result)
-
-    def piece(self, token_id: int) -> bytes:
-        return self._llm.piece(token_id)
-
-    def is_hidden(self, token_id: int) -> bool:
-        return self._llm.is_hidden(token_id)
-
-
-class Fleet(Described):
-    """Copies of a model as one engine; see `jobs.job.Engine`.
-
-    llm: the same model here, which computes nothing: it knows texts and defaults.
-    """
-
-    def __init__(self, llm: LLM, crew: Crew) -> None:
-        self._llm, self._crew = llm, crew
+    def __init__(self, crew: Crew) -> None:
+        self._crew = crew
         self._running: dict[str, Given] = {}
         self._at: dict[str, Copy] = {}
         self._again: deque[Given] = deque()

@@ -14,14 +14,15 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
+from flexgen_jax.engine.llm import LLM
 from flexgen_jax.engine.outputs import RequestOutput
 from flexgen_jax.engine.prefix_sharing import groups_of
 from flexgen_jax.engine.requests import Request
 from flexgen_jax.errors import UserError
 from flexgen_jax.jobs.answers import answer, failure
 from flexgen_jax.jobs.choices import done, finished_choice, logprobs_json, read_logprob
-from flexgen_jax.jobs.lines import MAX_CHOICES, Line, LineError, line_name, read_line
-from flexgen_jax.jobs.options import Engine, JobOptions, State, Summary
+from flexgen_jax.jobs.lines import MAX_CHOICES, URLS, Line, LineError, line_name, read_line
+from flexgen_jax.jobs.options import JobOptions, Runner, State, Summary
 from flexgen_jax.jobs.source import InputFacts, JobInput, numbered_lines
 from flexgen_jax.jobs.store import RECORD_FORMAT, Disk, Journal, Manifest, Results
 from flexgen_jax.models.chat import ChatOptions
@@ -49,8 +50,15 @@ class Job:
     """One run of a job; `run` returns when every line has its record, or raises what broke it
     off."""
 
-    def __init__(self, llm: Engine, options: JobOptions, disk: Disk | None = None) -> None:
-        self._llm, self._options = llm, options
+    def __init__(
+        self,
+        llm: LLM,
+        options: JobOptions,
+        runner: Runner | None = None,
+        disk: Disk | None = None,
+    ) -> None:
+        """llm: reads prompts and writes records, and runs the requests unless a `runner` does."""
+        self._llm, self._options, self._runner = llm, options, runner or llm
         self._disk = disk or Disk()
         self._manifest = Manifest(options.results, self._disk)
         self._manifest.check_ownership()
@@ -102,7 +110,6 @@ class Job:
                 f"completions that continue after an interruption may differ in {self._llm.dtype} "
                 "from those of an uninterrupted job; in float32 they are equal"
             )
-        self.summary.notes = self._llm.notes
         self.summary.seconds = time.monotonic() - self._began
         self._report(force=True)
         return self.summary
@@ -114,7 +121,7 @@ class Job:
             "input": self._facts.digest,
             "seed": self._options.seed,
             "tokens of conversations": self._chat_tokens,
-            "chat template": self._llm.chat_fingerprint,
+            "chat template": None if self._options.model_id else self._llm.chat_fingerprint,
             "sampling defaults": str(self._llm.sampling_defaults),
             "record format": RECORD_FORMAT,
         }
@@ -142,6 +149,8 @@ class Job:
     def _model_entries(self, is_new: bool) -> dict[str, str | None]:
         """Returns the manifest's entries of the model. The hash of all its files is computed in the
         background of a new job, and compared only if the files' times differ."""
+        if self._options.model_id is not None:
+            return {"model files": None, "model": self._options.model_id}
         files = self._llm.files_fingerprint
         recorded = None if is_new else self._manifest.recorded("model")
         if is_new or files == self._manifest.recorded("model files"):
@@ -158,7 +167,7 @@ class Job:
     def _continue(self) -> None:
         """Runs all lines that have no record; unfinished requests go to the journal at an
         interruption."""
-        with closing(self._llm.stream(self._requests(), self._on_token)) as stream:
+        with closing(self._runner.stream(self._requests(), self._on_token)) as stream:
             try:
                 for result in stream:
                     self._take(result)
@@ -210,13 +219,23 @@ class Job:
                 num_begun += 1
                 try:
                     line = read_line(content, number, self._chat_tokens, self._options.seed)
-                    if not self._remember(line.name):
-                        raise line.error(f"{line.name!r} is an earlier line's id")
+                    self._check(line)
                 except LineError as error:
                     self._remember(line_name(content))
                     self._fail(number, error)
                 else:
                     yield line
+
+    def _check(self, line: Line) -> None:
+        """Raises `LineError` for a line that this job does not accept."""
+        if not self._remember(line.name):
+            raise line.error(f"{line.name!r} is an earlier line's id")
+        form = self._options.form
+        if form is not None and line.form != form:
+            url = next(url for url, form_of_url in URLS.items() if form_of_url == form)
+            raise line.error(f'"url" must be {url!r}, the batch\'s endpoint')
+        if line.chat is not None and line.chat.template and not self._options.accepts_templates:
+            raise line.error('"chat_template" is not accepted from clients')
 
     def _remember(self, name: str | None) -> bool:
         """Notes a line's id; returns whether it is new."""
@@ -227,8 +246,12 @@ class Job:
         self._names.add(digest)
         return is_new
 
+    @property
+    def _record_prefix(self) -> str:
+        return self._options.record_prefix or self._facts.digest[:12]
+
     def _fail(self, number: int, error: LineError) -> None:
-        self._results.add(failure(number, error, self._facts.digest))
+        self._results.add(failure(number, error, self._record_prefix))
 
     def _prompts(self, line: Line) -> list[Prompt]:
         """Returns a line's prompts; raises `UserError` for a conversation that the model's chat
@@ -329,7 +352,7 @@ class Job:
 
     def _give(self, state: State) -> None:
         results = [state.done[choice] for choice in range(state.line.choices)]
-        record = answer(state.line, results, self._llm, self._facts.digest)
+        record = answer(state.line, results, self._llm, self._record_prefix)
         self._results.add(record)
         del self._states[state.line.number]
 
@@ -337,14 +360,14 @@ class Job:
         """Saves the tokens of all lines without a record, including lines that the engine has not
         resumed yet."""
         entries = self._left()
-        for result in self._llm.untaken():
+        for result in self._runner.untaken():
             number, choice = map(int, result.id.split("."))
             if number in self._states and result.error is None:
                 entries.setdefault(number, {})[str(choice)] = done(self._whole(result))
         for number, state in list(self._states.items()):
             for choice, result in state.done.items():
                 entries.setdefault(number, {})[str(choice)] = done(result)
-        for name, tokens, logprobs in self._llm.unfinished():
+        for name, tokens, logprobs in self._runner.unfinished():
             number, choice = map(int, name.split("."))
             if number in self._states and tokens:
                 earlier = self._states[number].earlier.get(choice, [])

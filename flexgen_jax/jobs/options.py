@@ -1,63 +1,68 @@
-"""A job's options, its summary, and its interface to an engine."""
+"""A job's options, its summary, and the interface that runs its requests."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from flexgen_jax.engine.outputs import OnToken, RequestOutput, TokenLogprob
 from flexgen_jax.engine.requests import Request
-from flexgen_jax.jobs.lines import Line
-from flexgen_jax.models.chat import ChatOptions
-from flexgen_jax.models.defaults import SamplingDefaults
-from flexgen_jax.models.reasoning import Reasoning
+from flexgen_jax.jobs.lines import Form, Line
 
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Options of a job.
+    """Options of a job."""
 
-    source: a file of requests, a line each, which gzip or zstd may have compressed, or a stream;
-    "-" is standard input; or, as bytes, the lines themselves. results: where their records go.
-    seed: of requests without their own; chat_tokens: default number of new tokens of a
-    conversation, None for the model folder's default, or 512; limit: the most requests to begin,
-    None for all; journal_s: seconds between two journals; is_ordered: whether the results are put
-    into the input's order at the end; progress_file: a file that says how far the job is, as JSON.
-    retries_errors: whether lines whose record is an error are run again. now: the date for chat
-    templates, None for the start of the job.
-    """
-
+    # The requests, one per line: a file (gzip and zstd are recognized), "-" for standard input, or
+    # the lines themselves.
     source: Path | bytes
+    # The file of records. Journal, manifest and progress lie next to it.
     results: Path
+    # For requests without their own seed.
     seed: int = 0
+    # Default number of new tokens of a conversation. None: the model folder's default, or 512.
     chat_tokens: int | None = None
+    # Maximum number of requests to begin; None for all.
     limit: int | None = None
+    # Seconds between two journals.
     journal_s: float = 60.0
+    # Whether the records are put into the input's order at the end.
     is_ordered: bool = False
+    # A JSON file that shows the job's progress.
     progress_file: Path | None = None
+    # Whether lines whose record is an error run again.
     retries_errors: bool = False
+    # The date for chat templates; None: the job's start.
     now: datetime | None = None
+    # The only form that a line may have; None for any.
+    form: Form | None = None
+    # Whether a line may bring its own chat template, a program that may run forever.
+    accepts_templates: bool = True
+    # Prefix of the records' ids; None: the input's digest.
+    record_prefix: str | None = None
+    # Identifies the model; None: the fingerprint of its files, whose hash is computed once.
+    model_id: str | None = None
 
 
 @dataclass
 class Summary:
-    """What a run of a job did.
+    """The outcome of a job's run."""
 
-    total: lines of the input; finished: those that have a record; errors: requests that could not
-    run; tokens: new tokens of this run; taken_up: tokens that the journal had; commonest: the most
-    common error message, and its count; notes: further messages.
-    """
-
+    # Lines of the input, lines with a record, and records that are errors.
     total: int
     finished: int = 0
     errors: int = 0
+    # New tokens of this run, and tokens that the journal had.
     tokens: int = 0
     taken_up: int = 0
     seconds: float = 0.0
+    # The most common error message, and its count.
     commonest: tuple[str, int] | None = None
+    # Further messages.
     notes: list[str] = field(default_factory=list)
 
 
@@ -71,49 +76,16 @@ class State:
     earlier: dict[int, list[TokenLogprob]] = field(default_factory=dict)
 
 
-class Engine(Protocol):
-    """A job's interface to an `LLM`, or to a `fleet.Fleet` of copies."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    @property
-    def files_fingerprint(self) -> str: ...
-
-    @property
-    def chat_fingerprint(self) -> str | None: ...
-
-    @property
-    def chat_tells_time(self) -> bool: ...
-
-    @property
-    def sampling_defaults(self) -> SamplingDefaults: ...
-
-    @property
-    def notes(self) -> list[str]: ...
-
-    def note(self, note: str) -> None: ...
-
-    def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions | None = None
-    ) -> tuple[str, list[int]]: ...
-
-    def reasoning(self, result: RequestOutput) -> Reasoning | None: ...
-
-    def piece(self, token_id: int) -> bytes: ...
-
-    def is_hidden(self, token_id: int) -> bool: ...
+class Runner(Protocol):
+    """Runs a job's requests: an `LLM`, a `fleet.Fleet` of copies, or a server's shared engine."""
 
     def stream(
         self, requests: Iterable[Request], on_token: OnToken | None = None
-    ) -> Generator[RequestOutput, None, None]: ...
+    ) -> Generator[RequestOutput, None, None]:
+        """See `LLM.stream`."""
 
-    def unfinished(self) -> list[tuple[str, list[int], list[TokenLogprob]]]: ...
+    def unfinished(self) -> list[tuple[str, list[int], list[TokenLogprob]]]:
+        """See `LLM.unfinished`."""
 
-    def untaken(self) -> list[RequestOutput]: ...
+    def untaken(self) -> list[RequestOutput]:
+        """See `LLM.untaken`."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from flexgen_jax.caches import checksum
-from flexgen_jax.errors import UserError
+from flexgen_jax.errors import MachineError, UserError
 
 SYNC_S = 1.0
 """Results are forced to the disk together, when the oldest of them has waited for so long."""
@@ -76,8 +76,9 @@ RECORD_FORMAT = 2
 CHECKSUM = re.compile(rb', "crc32": (\d+)}\n')
 """The end of a record's line."""
 
-RECORD_MARKS = b'"crc32": ', b'"line": '
-"""Parts of every record. A small damage leaves at least one."""
+DAMAGED_MARKS = b'"crc32": ', b'"line": ', b"\0"
+"""A damaged record has at least one of these: a part of every record, or the zeros that a power cut
+leaves in a file."""
 
 
 def sealed(record: Mapping[str, Any]) -> bytes:
@@ -116,7 +117,7 @@ class Results:
         try:
             self._file: IO[bytes] = open(path, "a+b", buffering=0)  # noqa: SIM115 - see `close`
         except OSError as error:
-            raise UserError(f"cannot write {path}: {error.strerror}") from None
+            raise MachineError(f"cannot write {path}: {error.strerror}") from None
         try:
             _lock(self._file, path)
             self._take_up()
@@ -224,10 +225,10 @@ class Results:
             if error_text in self._said or len(self._said) < KINDS_OF_ERRORS:
                 self._said[error_text] += 1
 
-    def _failed(self, error: OSError) -> UserError:
-        return UserError(
-            f"cannot write {self._path}: {error.strerror}; what is in it is kept, and once it can "
-            "run the same command again once it can be written"
+    def _failed(self, error: OSError) -> MachineError:
+        return MachineError(
+            f"cannot write {self._path}: {error.strerror}; its records are kept: run the same "
+            "command again once it can be written"
         )
 
     def _take_up(self) -> None:
@@ -239,7 +240,7 @@ class Results:
                 if not content.endswith(b"\n"):
                     break
                 record = unsealed(content)
-                if record is None and not any(mark in content for mark in RECORD_MARKS):
+                if record is None and not any(mark in content for mark in DAMAGED_MARKS):
                     raise UserError(
                         f"{self._path}, line {number + 1}, is not a record of a job; choose "
                         "another file"
@@ -300,7 +301,7 @@ class Journal:
         try:
             self._disk.write_whole(self._path, [json.dumps(content).encode()])
         except OSError as error:
-            raise UserError(
+            raise MachineError(
                 f"cannot write the journal {self._path}: {error.strerror}; finished results "
                 "are kept. Free space, then run the same command again"
             ) from None
@@ -344,7 +345,7 @@ class Manifest:
             whole = {**content, "crc32": checksum(content)}
             self._disk.write_whole(self._path, [json.dumps(whole, indent=2).encode() + b"\n"])
         except OSError as error:
-            raise UserError(f"cannot write {self._path}: {error.strerror}") from None
+            raise MachineError(f"cannot write {self._path}: {error.strerror}") from None
 
     def check(self, content: Mapping[str, Any]) -> None:
         """Raises `UserError` with the differences if an earlier run's manifest differs."""
@@ -383,6 +384,6 @@ def _lock(file: IO[bytes], path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"another job is writing {path}; choose another file") from None
+        raise MachineError(f"another job is writing {path}; choose another file") from None
     except OSError:
         pass  # a file system without locks

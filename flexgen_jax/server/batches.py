@@ -1,70 +1,86 @@
-"""Batches of OpenAI's interface: files of requests that run next to clients' requests.
+"""Batches of OpenAI's interface: jobs whose requests run among those of the server's clients.
 
-Finished lines of a batch are in two files, one record per line. A restarted server reads them and
-continues with the missing lines.
+A batch is a `jobs.job.Job`. Its files lie in a folder, so that a restarted server continues it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import os
 import re
 import secrets
+import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from flexgen_jax.engine.requests import Request
-from flexgen_jax.jobs.answers import answer, failure
-from flexgen_jax.jobs.lines import URLS, Line, LineError, read_line
-from flexgen_jax.jobs.source import numbered_lines
-from flexgen_jax.jobs.store import sealed, unsealed
-from flexgen_jax.progress import logger, seconds_left
-from flexgen_jax.server.bodies import chat_tokens_of, requests_of
-from flexgen_jax.server.engine import Engine, EngineError, Text
+from flexgen_jax.errors import MachineError
+from flexgen_jax.jobs.job import Job
+from flexgen_jax.jobs.lines import URLS
+from flexgen_jax.jobs.options import JobOptions
+from flexgen_jax.jobs.store import Disk, unsealed
+from flexgen_jax.progress import logger
+from flexgen_jax.server.engine import Engine
 from flexgen_jax.server.errors import RefusedError
-from flexgen_jax.server.files import Files, read_record, write_whole
+from flexgen_jax.server.files import Files, read_record
+from flexgen_jax.server.page import job_row
+from flexgen_jax.server.shared_runner import MAX_RETRY_S, MIN_RETRY_S, SharedRunner
 
 BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 
-MIN_WAITING_TEXTS = 16
-"""Texts of batches that may wait at least, so that there are rows to fill."""
+JOURNAL_S = 10.0
+"""Seconds between two journals of a batch."""
 
-LEAST_LATER_S, MOST_LATER_S = 5.0, 60.0
-"""Seconds before a line is retried after a fault of the machine."""
+MAX_RUNNING_BATCHES = 256
+"""The maximum number of batches that run at the same time, each in a thread."""
 
-LOOK_S = 0.05
-"""Seconds between two looks at whether more texts of a batch may be asked for."""
-
-UNDER_WAY = ("validating", "in_progress", "cancelling")
+PENDING = ("validating", "in_progress", "finalizing", "cancelling")
 TIMES = ("in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled", "expired")
 
 
 class Batches:
-    """The batches of a folder, and the tasks that run them."""
+    """The batches of a folder, and the tasks that run them.
 
-    def __init__(self, folder: Path, engine: Engine, files: Files) -> None:
+    model_id: identifies the engine's model. A server leaves batches of other models alone.
+    """
+
+    def __init__(self, folder: Path, engine: Engine, files: Files, model_id: str = "-") -> None:
         self._folder = folder / "batches"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._engine, self._files = engine, files
-        self._running: dict[str, Running] = {}
+        self._model_id = hashlib.sha256(model_id.encode()).hexdigest()[:16]
+        self._running: dict[str, RunningBatch] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._threads = ThreadPoolExecutor(MAX_RUNNING_BATCHES, thread_name_prefix="batch")
 
     def start(self) -> None:
         """Resumes unfinished batches of an earlier server."""
         for description in self.all():
-            if description["status"] in UNDER_WAY:
+            if description["status"] not in PENDING:
+                continue
+            if description.get("model_id", self._model_id) == self._model_id:
                 self._run(description)
+            else:
+                logger().warning(
+                    "flexgen-jax: %s is unfinished and was begun with another model; a server of "
+                    "that model continues it",
+                    description["id"],
+                )
 
     async def stop(self) -> None:
-        """Stops where it is; a later server resumes them."""
-        tasks = [running.task for running in self._running.values() if running.task is not None]
-        for task in tasks:
+        """Interrupts all batches; a later server resumes them."""
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._threads.shutdown()
 
     def add(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Begins a batch; returns what is said of it."""
+        """Begins a batch; returns its description."""
         endpoint, file_id = body.get("endpoint"), body.get("input_file_id")
         if not isinstance(endpoint, str) or endpoint not in URLS:
             endpoints = ", ".join(URLS)
@@ -87,15 +103,16 @@ class Batches:
             **{f"{name}_at": None for name in TIMES},
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": body.get("metadata"),
+            "model_id": self._model_id,
         }
-        self._keep(description)
+        self._save(description)
         self._run(description)
         return description
 
     def get(self, batch_id: str) -> dict[str, Any]:
-        """Returns a batch's description; raises `RefusedError` if there is none of this id."""
+        """Returns a batch's description; raises `RefusedError` for an unknown id."""
         if batch_id in self._running:
-            return self._running[batch_id].said
+            return self._running[batch_id].current()
         if BATCH_ID.fullmatch(batch_id):
             record = read_record(self._folder / f"{batch_id}.json")
             if record is not None:
@@ -106,233 +123,186 @@ class Batches:
         """Returns the descriptions of all batches, newest first."""
         records = map(read_record, self._folder.glob("batch_*.json"))
         descriptions = [self.get(record["id"]) for record in records if record is not None]
-        return sorted(descriptions, key=lambda said: (-said["created_at"], said["id"]))
+        return sorted(descriptions, key=lambda batch: (-batch["created_at"], batch["id"]))
 
     def progress(self) -> list[dict[str, Any]]:
-        """Returns how far the batches are that are under way."""
-        return [running.progress for running in self._running.values()]
+        """Returns the progress of unfinished batches, as rows of the page."""
+        return [batch.row for batch in self._running.values()]
 
     def cancel(self, batch_id: str) -> dict[str, Any]:
-        """Ends a batch with the texts that it has."""
+        """Ends a batch with the results so far."""
         description = self.get(batch_id)
-        running = self._running.get(batch_id)
-        if running is None or description["status"] not in UNDER_WAY:
+        batch = self._running.get(batch_id)
+        if batch is None or description["status"] not in PENDING:
             raise RefusedError(400, f"the batch {batch_id!r} is {description['status']}")
-        running.cancel()
-        self._keep(description)
-        return description
+        batch.cancel()
+        return batch.current()
 
-    def _run(self, said: dict[str, Any]) -> None:
-        running = Running(self._folder, said, self._engine, self._files, self._keep)
-        self._running[said["id"]] = running
-        running.task = asyncio.create_task(self._until_done(running))
+    def _run(self, description: dict[str, Any]) -> None:
+        """Runs a batch in a task. Its input is linked, so that a client may delete the file."""
+        input_path = self._files.content(description["input_file_id"])
+        batch = RunningBatch(self._folder, description, self._engine, self._save, self._model_id)
+        batch.keep_input(input_path)
+        self._running[description["id"]] = batch
+        task = asyncio.create_task(self._run_until_done(batch))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    async def _until_done(self, running: Running) -> None:
-        try:
-            await running.run()
-        except Exception as error:
-            logger().error("flexgen-jax: %s failed: %s", running.said["id"], error, exc_info=True)
-            running.fail([{"code": "server_error", "message": str(error)}])
-        self._running.pop(running.said["id"], None)
-
-    def _keep(self, said: Mapping[str, Any]) -> None:
-        write_whole(self._folder / f"{said['id']}.json", json.dumps(said).encode())
-
-
-class Running:
-    """One batch under way. said: its description for clients."""
-
-    def __init__(
-        self, folder: Path, said: dict[str, Any], engine: Engine, files: Files, keep: Any
-    ) -> None:
-        self.said = said
-        self.task: asyncio.Task[None] | None = None
-        self._engine, self._files, self._keep = engine, files, keep
-        self._answers = folder / f"{said['id']}.answers"
-        self._errors = folder / f"{said['id']}.errors"
-        self._texts: set[Text] = set()
-        # Lines that are read, whose texts are not asked for yet.
-        self._coming = 0
-        # When this server began with it, and the lines that had a record then.
-        self._began, self._done_before = time.monotonic(), 0
-
-    @property
-    def is_cancelled(self) -> bool:
-        return bool(self.said["status"] == "cancelling")
-
-    @property
-    def progress(self) -> dict[str, Any]:
-        """How far it is. eta_s: remaining seconds, None if unknown."""
-        counts = self.said["request_counts"]
-        done, total = counts["completed"] + counts["failed"], counts["total"]
-        seconds, num_new = time.monotonic() - self._began, done - self._done_before
-        return {
-            "name": self.said["id"],
-            "done": done,
-            "failed": counts["failed"],
-            "total": total,
-            "eta_s": seconds_left(seconds, num_new, total - done),
-        }
-
-    def cancel(self) -> None:
-        """Asks for no more texts, and ends those under way."""
-        self._enter("cancelling")
-        self._engine.cancel(list(self._texts))
-
-    def fail(self, errors: list[dict[str, Any]]) -> None:
-        """Ends it without results."""
-        self.said["errors"] = {"object": "list", "data": errors}
-        self._enter("failed")
-        self._keep(self.said)
-
-    async def run(self) -> None:
-        """Runs the lines that have no record yet."""
-        source = self._files.content(self.said["input_file_id"])
-        count = await asyncio.to_thread(lambda: sum(1 for _ in _lines(source)))
-        counts = self.said["request_counts"]
-        done = {*_numbers(self._answers), *(failed := _numbers(self._errors))}
-        counts |= {"total": count, "completed": len(done) - len(failed), "failed": len(failed)}
-        self._began, self._done_before = time.monotonic(), len(done)
-        if not self.is_cancelled:
-            self._enter("in_progress")
-        self._keep(self.said)
-        with open(self._answers, "ab") as answers, open(self._errors, "ab") as errors:
-            async with asyncio.TaskGroup() as group:
-                for number, content in _lines(source):
-                    if number in done:
-                        continue
-                    await self._turn()
-                    if self.is_cancelled:
-                        break
-                    self._coming += 1
-                    group.create_task(self._line(number, content, answers, errors))
-        await asyncio.to_thread(self._finish)
-
-    async def _turn(self) -> None:
-        """Waits until more texts may be asked for."""
-        while not self.is_cancelled and not self._may_ask():
-            await asyncio.sleep(LOOK_S)
-
-    def _may_ask(self) -> bool:
-        """Returns whether more texts may be asked for: no more wait than fill the next rows, and
-        after a client has come, the rows of one batch stay free for the next one."""
-        engine, policy = self._engine, self._engine.llm.policy
-        rows = MIN_WAITING_TEXTS if policy is None else policy.batch_size
-        if engine.waiting + self._coming >= max(MIN_WAITING_TEXTS, rows):
-            return False
-        if policy is None or policy.num_batches == 1 or not engine.has_clients:
-            return True
-        free_rows = rows * (policy.num_batches - 1) - engine.running - engine.waiting
-        return self._coming < free_rows
-
-    async def _line(
-        self, number: int, content: bytes, answers: IO[bytes], errors: IO[bytes]
-    ) -> None:
-        """Runs a line, and writes its record."""
-        counts = self.said["request_counts"]
-        try:
-            record = await self._answered(number, content)
-        except LineError as error:
-            counts["failed"] += 1
-            _append(errors, failure(number, error, self.said["id"]))
-            return
-        if record is not None:
-            counts["completed"] += 1
-            _append(answers, record)
-
-    async def _answered(self, number: int, content: bytes) -> dict[str, Any] | None:
-        """Returns a line's record; None if it was cancelled. Raises `LineError`."""
-        engine, wait_s = self._engine, LEAST_LATER_S
+    async def _run_until_done(self, batch: RunningBatch) -> None:
+        """Runs a batch, and again after faults of the machine, such as a full disk."""
+        batch_id, retry_s = batch.description["id"], MIN_RETRY_S
         while True:
             try:
-                line, requests = await asyncio.to_thread(self._read, number, content)
-                texts = engine.submit(requests, is_batch=True)
-            finally:
-                self._coming -= 1
-            self._texts |= {*texts}
-            try:
-                results = [await text.result() for text in texts]
+                await batch.run(self._threads)
+                await asyncio.to_thread(batch.write_files, self._files)
+                batch.close()
                 break
-            except EngineError as error:
-                if error.status < 500:
-                    raise line.error(str(error)) from None
-            finally:
-                self._texts -= {*texts}
-                engine.cancel(texts)
-            await self._later(wait_s)
-            wait_s = min(2 * wait_s, MOST_LATER_S)
-            self._coming += 1
-            if self.is_cancelled:
-                self._coming -= 1
-                return None
-        if any(result.finish_reason == "cancelled" for result in results):
-            return None
-        for result in results:
-            if result.error is not None:
-                raise line.error(result.error)
-        return await asyncio.to_thread(answer, line, results, engine.llm, self.said["id"])
+            except (MachineError, OSError) as error:
+                logger().error("flexgen-jax: %s: %s; retrying in %.0f s", batch_id, error, retry_s)
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, MAX_RETRY_S)
+            saved = read_record(self._folder / f"{batch_id}.json")
+            if saved is not None and saved["status"] not in PENDING:
+                break  # finished by another server of this folder
+        del self._running[batch_id]
 
-    async def _later(self, seconds: float) -> None:
-        """Waits after a fault of the machine, which leaves lines without a record; for ever, until
-        the server ends, if the engine does not run any more."""
-        await asyncio.sleep(seconds)
-        while self._engine.is_broken:
-            await asyncio.sleep(MOST_LATER_S)
+    def _save(self, description: Mapping[str, Any]) -> None:
+        path = self._folder / f"{description['id']}.json"
+        Disk().write_whole(path, [json.dumps(description).encode()])
 
-    def _read(self, number: int, content: bytes) -> tuple[Line, list[Request]]:
-        """Returns what a line asks for, and the requests of its texts."""
-        line = read_line(content, number, chat_tokens_of(self._engine.llm), 0)
-        if URLS[self.said["endpoint"]] != line.form:
-            raise line.error(f'"url" must be {self.said["endpoint"]!r}, the batch\'s endpoint')
+
+class RunningBatch:
+    """An unfinished batch. description: its JSON for clients, without the current counts."""
+
+    def __init__(
+        self,
+        folder: Path,
+        description: dict[str, Any],
+        engine: Engine,
+        save: Callable[[Mapping[str, Any]], object],
+        model_id: str,
+    ) -> None:
+        self.description = description
+        self._engine, self._save, self._model_id = engine, save, model_id
+        self._input = folder / f"{description['id']}.input"
+        self._results = folder / f"{description['id']}.results"
+        self._runner: SharedRunner | None = None
+        self._job: Job | None = None
+
+    def keep_input(self, path: Path) -> None:
+        """Links or copies the input, unless an earlier server has."""
+        if self._input.exists() or not path.exists():
+            return
         try:
-            return line, requests_of(line, self._engine.llm, self._engine.next_id)
-        except RefusedError as error:
-            raise line.error(str(error)) from None
+            os.link(path, self._input)
+        except OSError:  # a file system without links
+            shutil.copyfile(path, self._input)
 
-    def _finish(self) -> None:
-        """Makes files of the records."""
-        was_cancelled = self.is_cancelled
-        self._enter("finalizing" if not was_cancelled else "cancelling")
-        for path, purpose in ((self._answers, "output"), (self._errors, "error")):
-            if path.stat().st_size:
-                file_id = self.said[f"{purpose}_file_id"] or self._files.new_id()
-                write_whole(self._files.content(file_id), path.read_bytes())
-                self._files.name(file_id, f"{self.said['id']}_{purpose}.jsonl", "batch_output")
-                self.said[f"{purpose}_file_id"] = file_id
-        self._enter("cancelled" if was_cancelled else "completed")
-        self._keep(self.said)
-        self._answers.unlink(missing_ok=True)
-        self._errors.unlink(missing_ok=True)
+    def current(self) -> dict[str, Any]:
+        """Returns the description with the current counts."""
+        if self._job is not None and (progress := self._job.progress())["requests"]:
+            self.description["request_counts"] = {
+                "total": progress["requests"],
+                "completed": progress["finished"] - progress["errors"],
+                "failed": progress["errors"],
+            }
+        return self.description
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The progress, as a row of the page."""
+        nothing = {"requests": 0, "finished": 0, "errors": 0, "eta_s": None}
+        return job_row(
+            self.description["id"], nothing if self._job is None else self._job.progress()
+        )
+
+    def cancel(self) -> None:
+        """Submits no more requests, and cancels running ones."""
+        self._enter("cancelling")
+        self._save(self.current())
+        if self._runner is not None:
+            self._runner.cancel()
+
+    async def run(self, threads: ThreadPoolExecutor) -> None:
+        """Runs the job. An error that another try would meet again is kept as the batch's error."""
+        if self.description["status"] == "cancelling" or self.description["errors"] is not None:
+            return
+        try:
+            self._runner = SharedRunner(self._engine, self.description["id"], self._begin)
+            self._job = Job(self._engine.llm, self._options, self._runner)
+            future = asyncio.get_running_loop().run_in_executor(threads, self._job.run)
+            try:
+                await asyncio.shield(future)
+            except asyncio.CancelledError:
+                self._runner.stop()
+                await asyncio.gather(future, return_exceptions=True)
+                raise
+        except (MachineError, OSError):
+            raise
+        except Exception as error:
+            logger().error("flexgen-jax: %s failed: %s", self.description["id"], error)
+            data = [{"code": "server_error", "message": str(error), "line": None, "param": None}]
+            self.description["errors"] = {"object": "list", "data": data}
+
+    @property
+    def _options(self) -> JobOptions:
+        batch_id = self.description["id"]
+        return JobOptions(
+            source=self._input,
+            results=self._results,
+            seed=int(batch_id[-6:], 16),
+            journal_s=JOURNAL_S,
+            form=URLS[self.description["endpoint"]],
+            accepts_templates=False,
+            record_prefix=batch_id,
+            model_id=self._model_id,
+        )
+
+    def _begin(self) -> None:
+        if self.description["status"] == "validating":
+            self._enter("in_progress")
+            with suppress(OSError):  # the status is saved again at the end
+                self._save(self.current())
+
+    def write_files(self, files: Files) -> None:
+        """Writes the records to an output file and an error file, again if they exist already."""
+        counts = {}
+        for purpose in ("output", "error"):
+            num_records = counts[purpose] = sum(1 for _ in self._records(purpose))
+            if num_records:
+                name = f"{self.description['id']}_{purpose}"
+                file_id = f"file-{hashlib.sha256(name.encode()).hexdigest()[:24]}"
+                files.add(f"{name}.jsonl", "batch_output", self._records(purpose), file_id)
+                self.description[f"{purpose}_file_id"] = file_id
+        total = self.current()["request_counts"]["total"]
+        self.description["request_counts"] = {
+            "total": max(total, sum(counts.values())),
+            "completed": counts["output"],
+            "failed": counts["error"],
+        }
+
+    def close(self) -> None:
+        """Enters the final state, and deletes the job's files."""
+        self._job = None
+        was_cancelled = self.description["status"] == "cancelling"
+        if self.description["errors"] is not None:
+            self._enter("failed")
+        else:
+            self._enter("cancelled" if was_cancelled else "completed")
+        self._save(self.description)
+        for path in (self._input, *self._results.parent.glob(f"{self._results.name}*")):
+            path.unlink(missing_ok=True)
+
+    def _records(self, purpose: str) -> Iterator[bytes]:
+        """Yields the records of results ("output") or errors ("error"), as lines."""
+        if not self._results.exists():
+            return
+        with open(self._results, "rb") as file:
+            for line in file:
+                record = unsealed(line)
+                if record is not None and (record["error"] is None) == (purpose == "output"):
+                    yield line
 
     def _enter(self, status: str) -> None:
-        self.said["status"] = status
-        self.said[f"{status}_at"] = self.said[f"{status}_at"] or int(time.time())
-
-
-def _lines(source: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines that are not blank with their numbers from 1; of one that is too long, the
-    first piece."""
-    last = 0
-    with open(source, "rb") as file:
-        for number, content in numbered_lines(file):
-            if number != last and content.strip():
-                yield number, content
-                last = number
-
-
-def _append(file: IO[bytes], record: dict[str, Any]) -> None:
-    """Writes a record, at once."""
-    file.write(sealed(record))
-    file.flush()
-
-
-def _numbers(path: Path) -> set[int]:
-    """Returns the lines that have a record in a file. Damaged records, and an incomplete last
-    record, are removed."""
-    if not path.exists():
-        return set()
-    lines = path.read_bytes().splitlines(keepends=True)
-    records = [(line, record) for line in lines if (record := unsealed(line)) is not None]
-    if len(records) < len(lines):
-        write_whole(path, b"".join(line for line, _ in records))
-    return {record["line"] for _, record in records}
+        self.description["status"] = status
+        self.description[f"{status}_at"] = self.description[f"{status}_at"] or int(time.time())

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -46,11 +46,12 @@ class Text:
     """A requested completion.
 
     events: its tokens as they come, and then its result, or what the engine failed with; is_batch:
-    whether nobody waits for it at once.
+    whether nobody waits for it at once; on_token: called with each token in the event loop.
     """
 
     request: Request
     is_batch: bool = False
+    on_token: Callable[[int], object] | None = None
     events: asyncio.Queue[int | RequestOutput | EngineError] = field(default_factory=asyncio.Queue)
     has_begun: bool = False
 
@@ -239,6 +240,8 @@ class Engine:
         if isinstance(event, int):
             text.has_begun = True
             self._count()
+            if text.on_token is not None:
+                text.on_token(event)
         else:
             del self._texts[name]
             self.counts.texts += 1

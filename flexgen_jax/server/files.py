@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
-import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from flexgen_jax.jobs.store import Disk
 from flexgen_jax.progress import logger
 from flexgen_jax.server.errors import RefusedError
 
 FILE_ID = re.compile(r"file-[0-9a-f]{24}")
-
-
-def write_whole(path: Path, content: bytes | IO[bytes]) -> None:
-    """Writes a file that appears whole or not at all. content: its bytes, or a file of them."""
-    partial = path.with_suffix(f".{secrets.token_hex(4)}.part")
-    try:
-        with open(partial, "wb") as file:
-            if isinstance(content, bytes):
-                file.write(content)
-            else:
-                shutil.copyfileobj(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
@@ -53,17 +36,16 @@ class Files:
         self._folder = folder / "files"
         self._folder.mkdir(parents=True, exist_ok=True)
 
-    def add(self, name: str, purpose: str, content: bytes | IO[bytes]) -> dict[str, Any]:
-        """Keeps a file; returns what is said of it."""
-        file_id = self.new_id()
-        write_whole(self.content(file_id), content)
-        return self.name(file_id, name, purpose)
+    def add(
+        self, name: str, purpose: str, content: bytes | Iterable[bytes], file_id: str | None = None
+    ) -> dict[str, Any]:
+        """Stores a file; returns its description.
 
-    def new_id(self) -> str:
-        return f"file-{secrets.token_hex(12)}"
-
-    def name(self, file_id: str, name: str, purpose: str) -> dict[str, Any]:
-        """Registers a file with existing content; returns what is said of it."""
+        content: the file, whole or in pieces. file_id: None for a new one.
+        """
+        file_id = file_id or f"file-{secrets.token_hex(12)}"
+        pieces = [content] if isinstance(content, bytes) else content
+        Disk().write_whole(self.content(file_id), pieces)
         description = {
             "id": file_id,
             "object": "file",
@@ -73,12 +55,12 @@ class Files:
             "purpose": purpose,
             "status": "processed",
         }
-        write_whole(self._said(file_id), json.dumps(description).encode())
+        Disk().write_whole(self._description(file_id), [json.dumps(description).encode()])
         return description
 
     def get(self, file_id: str) -> dict[str, Any]:
-        """Returns a file's description; raises `RefusedError` if there is none of this id."""
-        record = read_record(self._said(file_id)) if FILE_ID.fullmatch(file_id) else None
+        """Returns a file's description; raises `RefusedError` for an unknown id."""
+        record = read_record(self._description(file_id)) if FILE_ID.fullmatch(file_id) else None
         if record is not None:
             return record
         raise RefusedError(404, f"file {file_id!r} does not exist")
@@ -91,12 +73,12 @@ class Files:
 
     def remove(self, file_id: str) -> None:
         self.get(file_id)
-        self._said(file_id).unlink(missing_ok=True)
+        self._description(file_id).unlink(missing_ok=True)
         self.content(file_id).unlink(missing_ok=True)
 
     def content(self, file_id: str) -> Path:
-        """Returns where a file's content is."""
+        """Returns the path of a file's content."""
         return self._folder / f"{file_id}.data"
 
-    def _said(self, file_id: str) -> Path:
+    def _description(self, file_id: str) -> Path:
         return self._folder / f"{file_id}.json"

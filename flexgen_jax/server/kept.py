@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
+from flexgen_jax.jobs.source import PIECE_BYTES
 from flexgen_jax.server.batches import Batches
 from flexgen_jax.server.bodies import object_of
 from flexgen_jax.server.engine import Engine
@@ -26,7 +28,9 @@ class Kept:
     def __init__(self, folder: Path, engine: Engine, bodies: Bodies) -> None:
         self._bodies = bodies
         self.files = Files(folder)
-        self.batches = Batches(folder, engine, self.files)
+        llm = engine.llm
+        model_id = f"{llm.files_fingerprint}-{llm.chat_fingerprint}"
+        self.batches = Batches(folder, engine, self.files, model_id)
 
     @property
     def routes(self) -> list[tuple[str, str, Handler]]:
@@ -48,7 +52,8 @@ class Kept:
             if not isinstance(file, UploadFile) or purpose != "batch":
                 raise RefusedError(400, 'send a form with "file" and "purpose", which is "batch"')
             name = file.filename or "file.jsonl"
-            return JSONResponse(await asyncio.to_thread(self.files.add, name, "batch", file.file))
+            pieces = iter(partial(file.file.read, PIECE_BYTES), b"")
+            return JSONResponse(await asyncio.to_thread(self.files.add, name, "batch", pieces))
 
     async def list_files(self, _request: Request) -> Response:
         data = await asyncio.to_thread(lambda: list(self.files.all()))

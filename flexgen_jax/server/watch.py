@@ -18,7 +18,7 @@ from starlette.routing import Route
 from flexgen_jax.errors import UserError
 from flexgen_jax.progress import logger
 from flexgen_jax.server.engine import WINDOW_S
-from flexgen_jax.server.page import page
+from flexgen_jax.server.page import job_row, page
 
 HOST = "127.0.0.1"
 
@@ -48,13 +48,6 @@ class Watch:
     async def status(self, _request: Request) -> Response:
         """What the page shows."""
         now = self._progress()
-        job = {
-            "name": self._job,
-            "done": now["finished"],
-            "failed": now["errors"],
-            "total": now["requests"],
-            "eta_s": now["eta_s"],
-        }
         return JSONResponse(
             {
                 "model": self._model,
@@ -64,7 +57,7 @@ class Watch:
                 "texts": now["finished"],
                 "new_tokens": now["tokens"],
                 "policy": self._policy(),
-                "jobs": [job],
+                "jobs": [job_row(self._job, now)],
                 "talks": False,
             }
         )

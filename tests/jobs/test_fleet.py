@@ -111,7 +111,7 @@ def test_texts_are_those_of_one_engine_though_copies_are_lost(llm: LLM) -> None:
     shown: dict[str, list[int]] = {}
     crew = Crew([Here("a", lives=3), Here("b")], [Here("c", lives=2), Here("d")])
     copies = [*crew.there, *crew.others]
-    run = Fleet(llm, crew).stream(
+    run = Fleet(crew).stream(
         requests(9), lambda name, token: shown.setdefault(name, []).append(token)
     )
     found = list(run)
@@ -131,13 +131,13 @@ def test_texts_are_those_of_one_engine_though_copies_are_lost(llm: LLM) -> None:
 def test_a_request_that_ends_every_copy_has_an_error(llm: LLM) -> None:
     crew = Crew([Here(str(n), lives=0) for n in range(3)], [Here("d")])
     only = [next(requests(1))]
-    (found,) = Fleet(llm, crew).stream(only)
+    (found,) = Fleet(crew).stream(only)
     assert found.finish_reason == "error"
     assert "3 processes ended" in (found.error or "")
 
 
 def test_without_any_machine_the_job_says_so(llm: LLM) -> None:
-    run = Fleet(llm, Crew([Here("a", lives=0)])).stream(requests(5))
+    run = Fleet(Crew([Here("a", lives=0)])).stream(requests(5))
     with pytest.raises(UserError, match="no machine is left"):
         list(run)
 
@@ -154,12 +154,12 @@ def test_a_job_has_each_record_once(llm: LLM, tmp_path: Path) -> None:
     lines = [{"id": str(n), "prompt": TEXTS[n % 5], "max_tokens": 12 + n} for n in range(9)]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     records = []
-    for name, engine in (
+    for name, runner in (
         ("one", llm),
-        ("many", Fleet(llm, Crew([Here("a", lives=3), Here("b")], [Here("c")]))),
+        ("many", Fleet(Crew([Here("a", lives=3), Here("b")], [Here("c")]))),
     ):
         options = JobOptions(source, tmp_path / name, journal_s=0.1)
-        summary = Job(engine, options).run()
+        summary = Job(llm, options, runner).run()
         assert (summary.finished, summary.errors) == (9, 0)
         rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         records.append({row["id"]: row["text"] for row in rows})

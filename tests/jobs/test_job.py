@@ -90,7 +90,7 @@ class CutDisk(Disk):
 
 
 def run(llm: LLM, source: Path, disk: Disk | None = None, **options: Any) -> Summary:
-    return Job(llm, JobOptions(source, source.with_name("out.jsonl"), **options), disk).run()
+    return Job(llm, JobOptions(source, source.with_name("out.jsonl"), **options), disk=disk).run()
 
 
 def records(source: Path) -> dict[int, dict[str, Any]]:
@@ -161,7 +161,7 @@ def test_a_job_that_is_cut_goes_on(
     options = JobOptions(source, source.with_name("out.jsonl"), journal_s=0)
     while True:
         disk = CutDisk(rng.randrange(1, 300), Cut())
-        jobs.append(Job(llm, options, disk))
+        jobs.append(Job(llm, options, disk=disk))
         try:
             jobs[-1].run()
             break

@@ -40,7 +40,7 @@ def text_of(*lines: dict[str, Any]) -> bytes:
 
 
 def run(llm: LLM, source: Path, folder: Path, disk: Disk | None = None, **options: Any) -> Summary:
-    return Job(llm, JobOptions(source, folder / "out.jsonl", **options), disk).run()
+    return Job(llm, JobOptions(source, folder / "out.jsonl", **options), disk=disk).run()
 
 
 def records(folder: Path) -> dict[str, dict[str, Any]]:

@@ -10,9 +10,9 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,53 +27,18 @@ pytest.importorskip("openai")
 
 import httpx
 import openai
-import uvicorn
 
-from flexgen_jax import LLM, Policy, SamplingParams
+from flexgen_jax import LLM, SamplingParams
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.loading import shipped_model
 from flexgen_jax.server import incoming, kept
-from flexgen_jax.server.app import Server, ServerOptions
+from flexgen_jax.server.app import Server
 from flexgen_jax.server.engine import Engine
-from flexgen_jax.server.errors import RefusedError
-from flexgen_jax.server.files import Files
-from flexgen_jax.server.incoming import BODY_BYTES, PatientProtocol
+from flexgen_jax.server.incoming import BODY_BYTES
 from tests.helpers.cases import examples
+from tests.helpers.serving import POLICY, TEMPLATE, serving
 
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-POLICY = Policy(batch_size=4, num_batches=2)
 MESSAGES: list[Any] = [{"role": "user", "content": "hi there"}]
-
-
-@pytest.fixture(scope="module")
-def folder(checkpoint: Callable[[], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a chat template."""
-    folder = tmp_path_factory.mktemp("model")
-    for file in checkpoint().iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
-@contextmanager
-def serving(
-    model: Path, policy: Policy = POLICY, offload_dir: Path | None = None, **options: Any
-) -> Iterator[tuple[str, Server]]:
-    """A server in a thread; yields its address."""
-    with LLM(model, dtype="float32", policy=policy, offload_dir=offload_dir) as llm:
-        server = Server(llm, ServerOptions(name="tiny", **options))
-        config = uvicorn.Config(server.app(), port=0, log_level="error", http=PatientProtocol)
-        running = uvicorn.Server(config)
-        thread = threading.Thread(target=running.run)
-        thread.start()
-        try:
-            while not running.started:
-                time.sleep(0.01)
-            port = running.servers[0].sockets[0].getsockname()[1]
-            yield f"http://127.0.0.1:{port}", server
-        finally:
-            running.should_exit = True
-            thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -399,141 +364,6 @@ def test_what_comes_is_bounded_together_and_in_time(
                 connection.sendall(sent)
                 received = b"".join(iter(lambda: connection.recv(4096), b""))
             assert status in received.splitlines()[0] if status else received == b""
-
-
-def test_a_fault_of_the_disk_is_no_fault_of_a_request(folder: Path, tmp_path: Path) -> None:
-    """Clients get 503, lines of batches wait, and the next run places what is missing again."""
-    policy = Policy.from_percent(0, 0, 0, 0, 0, 0, batch_size=2)
-    with serving(folder, policy, offload_dir=tmp_path / "offload", folder=tmp_path / "files") as (
-        address,
-        _,
-    ):
-        url = f"{address}/v1/completions"
-        asked = {"prompt": "hi", "max_tokens": 3, "temperature": 0}
-        wanted = httpx.post(url, json=asked, timeout=60)
-        assert wanted.status_code == 200
-        chunk = next((tmp_path / "offload/weights").rglob("*mlp.up*/c/0/0"))
-        chunk.unlink()
-        answer = httpx.post(url, json=asked, timeout=60)
-        assert answer.status_code == 503
-        assert str(tmp_path) not in answer.text
-        assert httpx.get(f"{address}/health").status_code == 503
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-        file = client.files.create(file=lines_of(3, 4), purpose="batch")
-        batch = client.batches.create(
-            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
-        )
-        counts = until_done(client, batch.id).request_counts
-        assert (counts.completed, counts.failed) == (3, 1)  # the bad line
-        again = httpx.post(url, json=asked, timeout=60)
-        assert again.json()["choices"] == wanted.json()["choices"]
-        assert httpx.get(f"{address}/health").status_code == 200
-
-
-def lines_of(count: int, tokens: int) -> bytes:
-    """Requests of a batch, and one that cannot be run."""
-    lines = [
-        {
-            "custom_id": f"line {number}",
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {
-                "prompt": "abc" * (number % 5 + 1),
-                "max_tokens": tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-            },
-        }
-        for number in range(count)
-    ]
-    lines.append({**lines[0], "custom_id": "bad", "body": {"prompt": "x", "temperature": -1}})
-    return "\n".join(map(json.dumps, lines)).encode()
-
-
-def until_done(client: openai.OpenAI, batch_id: str) -> Any:
-    deadline = time.monotonic() + 60
-    while (batch := client.batches.retrieve(batch_id)).status not in ("completed", "cancelled"):
-        assert time.monotonic() < deadline and batch.status != "failed", batch
-        time.sleep(0.05)
-    return batch
-
-
-def test_batches_outlive_the_server_and_do_each_line_once(
-    folder: Path, tmp_path: Path, library: LLM
-) -> None:
-    """Beside a client that waits, and with a server that ends amid the batch."""
-    count, kept = 60, tmp_path / "kept"
-    with serving(folder, folder=kept) as (address, server):
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-        file = client.files.create(file=("in.jsonl", lines_of(count, 20)), purpose="batch")
-        assert client.files.content(file.id).content == lines_of(count, 20)
-        batch = client.batches.create(
-            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
-        )
-        while server.engine.counts.texts < 5:
-            time.sleep(0.01)
-    with serving(folder, folder=kept) as (address, server):
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-        answer = client.completions.create(model="tiny", prompt="hi", max_tokens=2)
-        assert answer.usage is not None and answer.usage.completion_tokens <= 2
-        done = until_done(client, batch.id)
-        assert server.engine.counts.texts < count, "some were done before"
-        assert (done.request_counts.completed, done.request_counts.failed) == (count, 1)
-        records = [
-            json.loads(line) for line in client.files.content(done.output_file_id).text.splitlines()
-        ]
-        (bad,) = client.files.content(done.error_file_id).text.splitlines()
-        assert [each.id for each in client.batches.list()] == [batch.id]
-        assert client.files.delete(file.id).deleted
-        with pytest.raises(openai.NotFoundError):
-            client.files.retrieve(file.id)
-    assert json.loads(bad)["custom_id"] == "bad"
-    assert sorted(record["custom_id"] for record in records) == sorted(
-        f"line {number}" for number in range(count)
-    )
-    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
-    wanted = [x.text for x in library.generate(["abc" * n for n in range(1, 6)], params)]
-    for record in records:
-        number = int(record["custom_id"].split()[1])
-        assert record["response"]["body"]["choices"][0]["text"] == wanted[number % 5]
-
-
-def test_a_batch_can_be_cancelled(folder: Path, tmp_path: Path) -> None:
-    with serving(folder, folder=tmp_path) as (address, server):
-        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
-        file = client.files.create(file=("in.jsonl", lines_of(300, 60)), purpose="batch")
-        batch = client.batches.create(
-            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
-        )
-        while server.engine.counts.texts < 2:
-            time.sleep(0.01)
-        assert client.batches.cancel(batch.id).status == "cancelling"
-        done = until_done(client, batch.id)
-        assert done.status == "cancelled"
-        assert 0 < done.request_counts.completed < 300
-        with pytest.raises(openai.BadRequestError):
-            client.batches.cancel(batch.id)
-
-
-@pytest.mark.parametrize("name", ["x", "..", "file-" + "0" * 24, "%2e%2e%2fetc%2fpasswd", "a%00b"])
-def test_ids_lead_nowhere_else(folder: Path, tmp_path: Path, name: str) -> None:
-    with serving(folder, folder=tmp_path / "kept") as (address, _):
-        for path in (f"/v1/files/{name}", f"/v1/files/{name}/content", f"/v1/batches/{name}"):
-            assert httpx.get(f"{address}{path}").status_code in (404, 405)
-        body = {"endpoint": [], "input_file_id": name}
-        assert httpx.post(f"{address}/v1/batches", json=body).status_code == 400
-        body = {"endpoint": "/v1/completions", "input_file_id": name}
-        assert httpx.post(f"{address}/v1/batches", json=body).status_code == 404
-        assert httpx.post(f"{address}/v1/files", data={"purpose": "batch"}).status_code == 400
-
-
-def test_a_damaged_record_of_a_file_is_left_out(tmp_path: Path) -> None:
-    files = Files(tmp_path)
-    kept_id, lost_id = (files.add("x", "batch", b"{}")["id"] for _ in range(2))
-    (tmp_path / "files" / f"{lost_id}.json").write_text('{"id"')
-    assert [record["id"] for record in files.all()] == [kept_id]
-    with pytest.raises(RefusedError, match="does not exist"):
-        files.get(lost_id)
 
 
 def test_an_engine_that_fails_begins_anew(folder: Path) -> None:
