@@ -303,15 +303,22 @@ def held_to_numbers(
     kernel: QuantizedArray,
     numbers: np.ndarray,
 ) -> None:
-    """Multiplies random rows by a kernel that stands for these numbers; by the matrix units if
-    they are rounded to the dtype."""
+    """Multiplies random rows by a kernel that stands for these numbers. Matrix units round them to
+    the dtype; either neighbor is right for a number within 2^-20 of the middle of two, since the
+    kernel decodes in fp32."""
     x = jnp.asarray(rng.standard_normal((min(rows, product.MAX_ROWS), numbers.shape[1])), dtype)
     assert product.can_multiply(x, kernel)
+    spread = np.zeros_like(numbers)
     if product is packed_tiles:
-        numbers = wide(jnp.asarray(numbers.astype(np.float32), dtype))
+        numbers, low, high = (
+            wide(jnp.asarray((numbers * (1 + share)).astype(np.float32), dtype))
+            for share in (0, -(2.0**-20), 2.0**-20)
+        )
+        spread = np.abs(high - low)
+        assert (spread > 0).mean() < 0.02, "few numbers are so close to the middle"
     out = product.multiply(x, kernel, interprets=not has_gpu())
     error = np.abs(np.asarray(out) - wide(x) @ numbers.T)
-    assert (error <= 1e-4 * (np.abs(wide(x)) @ np.abs(numbers).T)).all()
+    assert (error <= np.abs(wide(x)) @ (1e-4 * np.abs(numbers) + spread).T).all()
 
 
 @examples(6)
