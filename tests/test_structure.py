@@ -156,14 +156,10 @@ def test_kernels_have_one_door() -> None:
 
 
 def test_processor_units_are_named_in_one_room() -> None:
-    """Instruction sets and compilers are `cpu`'s business; users read of them in two places."""
-    read_by_users = {
-        f"{NAME}.engine.options": "what matmul_bits is good for",
-        f"{NAME}.machine.profiler": "versions in a profile's key",
-    }
+    """Instruction sets and compilers are `cpu`'s business, and versions in a profile's key."""
     unit = re.compile("amx|avx|vnni|llvm|numba", re.IGNORECASE)
     found = {m for m, path in FILES.items() if room(m) != "cpu" and unit.search(path.read_text())}
-    assert found == set(read_by_users)
+    assert found == {f"{NAME}.machine.profiler"}
 
 
 def test_test_modules_do_not_import_from_another() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,14 @@ import click
 
 from flexgen_jax.cli.commands import Size, under
 from flexgen_jax.cli.stage import lead_or_join
-from flexgen_jax.engine.options import DRAFT_TOKENS, EngineOptions
-from flexgen_jax.models.formats.known import WEIGHT_FORMATS
-from flexgen_jax.models.formats.storage import BITS, MATMUL_BITS
-from flexgen_jax.policy.policy import (
-    ATTENTIONS,
-    MAX_DRAFT,
-    Policy,
-)
+from flexgen_jax.engine.options import MEMORY, MODEL, PRECISION, EngineOptions
 from flexgen_jax.policy.schedules import SCHEDULES
 
 Function = Callable[..., Any]
 """A function that is, or becomes, a command."""
 
-MODEL, MEMORY, POLICY = "Model", "Memory and machines", "Policy: where data lies"
-PRECISION, PLANNING = "Precision and attention", "Planning"
-"""Headings of flags in --help."""
+POLICY, PLANNING = "Policy: where data lies", "Planning"
+"""Headings of flags in --help, besides those of `EngineOptions`."""
 
 
 def _apply(
@@ -64,127 +57,42 @@ def sampling_options(command: Function) -> Function:
 
 def model_options(command: Function) -> Function:
     """Adds the flags for the model, its dtype and its budgets to a command."""
-    return _model_flags(_memory_flags(command))
+    return _engine_flags(_engine_flags(command, MEMORY), MODEL)
 
 
-def _model_flags(command: Function) -> Function:
-    return _apply(
-        command,
-        MODEL,
-        [
-            click.option(
-                "--model",
-                help="Hugging Face folder, Hub id or GGUF file; default: a toy model of 5 million "
-                "parameters.",
-            ),
-            click.option(
-                "--dummy-weights",
-                is_flag=True,
-                help="Use random weights. --model is then a known shape such as facebook/opt-1.3b "
-                "(see `flexgen-jax models`), or a folder.",
-            ),
-            click.option(
-                "--dtype",
-                type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
-                default=EngineOptions.dtype,
-                show_default=True,
-                help="Dtype of compute and storage; auto: the checkpoint's.",
-            ),
-            click.option(
-                "--seed",
-                type=click.IntRange(0),
-                default=EngineOptions.seed,
-                show_default=True,
-                help="Random seed.",
-            ),
-            click.option(
-                "--progress/--no-progress",
-                default=None,
-                help="Show a progress bar; default: on a terminal.",
-            ),
-        ],
-    )
+def _engine_flags(command: Function, heading: str) -> Function:
+    """Adds the flags of `EngineOptions` with a heading to a command."""
+    entries = [entry for entry in fields(EngineOptions) if entry.metadata.get("heading") == heading]
+    return _apply(command, heading, [_engine_flag(entry) for entry in entries])
 
 
-def _memory_flags(command: Function) -> Function:
-    return _apply(
-        command,
-        MEMORY,
-        [
-            click.option(
-                "--device-memory",
-                type=Size(),
-                metavar="SIZE",
-                help="GPU memory budget, e.g. 16GB; default: the free memory.",
-            ),
-            click.option(
-                "--host-memory",
-                type=Size(),
-                metavar="SIZE",
-                help="RAM budget, e.g. 64GB; default: the free memory.",
-            ),
-            click.option(
-                "--disk-space",
-                type=Size(),
-                metavar="SIZE",
-                help="Disk budget, e.g. 1TB; default: the free space.",
-            ),
-            click.option(
-                "--write-limit",
-                type=Size(),
-                metavar="SIZE",
-                help="Limit on bytes written to disk per day, e.g. 200GB; policies that exceed it "
-                "are rejected.",
-            ),
-            click.option(
-                "--kv-store",
-                type=Size(),
-                metavar="SIZE",
-                help="Keep the KV cache of prompts on disk, up to this size, e.g. 20GB; later "
-                "requests with the same prefix reuse it.",
-            ),
-            click.option(
-                "--kv-store-dir",
-                type=click.Path(path_type=Path),
-                help="Folder of --kv-store; default: ~/.cache/flexgen_jax/kv.",
-            ),
-            click.option(
-                "--offload-dir",
-                type=click.Path(path_type=Path),
-                help="Folder on a fast disk for offloaded data; weights stay there for later runs."
-                " Default: ~/.cache/flexgen_jax/offload.",
-            ),
-            click.option(
-                "--stages",
-                type=click.IntRange(1),
-                default=EngineOptions.stages,
-                show_default=True,
-                help="Number of pipeline stages, each a process with its own GPU or share of "
-                "cores; budgets apply to each.",
-            ),
-            click.option(
-                "--coordinator",
-                metavar="HOST:PORT",
-                callback=lead_or_join,
-                help="Listen here for stages on other machines (`flexgen-jax stage`). Under srun "
-                "or mpirun, the first process leads.",
-            ),
-        ],
-    )
+def _engine_flag(entry: Field[Any]) -> Callable[[Function], Function]:
+    flag, default = entry.metadata, entry.default
+    name = "--" + entry.name.replace("_", "-")
+    keywords: dict[str, Any] = {"help": flag["help"], "metavar": flag.get("metavar")}
+    if flag.get("is_switch"):
+        return click.option(f"{name}/--no-{name[2:]}", default=default or None, **keywords)
+    if isinstance(default, bool):
+        return click.option(name, is_flag=True, **keywords)
+    if "choices" in flag:
+        keywords["type"] = click.Choice([str(choice) for choice in flag["choices"]])
+        if not isinstance(flag["choices"][0], str):
+            keywords["callback"] = _as_int
+    elif "minimum" in flag:
+        keywords["type"] = click.IntRange(flag["minimum"], flag.get("maximum"))
+    elif flag.get("type") == "size":
+        keywords |= {"type": Size(), "metavar": "SIZE"}
+    elif flag.get("type") == "path":
+        keywords["type"] = click.Path(path_type=Path)
+    else:
+        keywords["type"] = flag.get("type")
+    if entry.name == "coordinator":
+        keywords["callback"] = lead_or_join
+    return click.option(name, default=default, show_default=default is not None, **keywords)
 
 
 def _as_int(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
     return int(value) if value else None
-
-
-def _bits_option(name: str, tensor_name: str) -> Callable[[Function], Function]:
-    return click.option(
-        f"--{name}-bits",
-        type=click.Choice([str(bits) for bits in BITS]),
-        callback=_as_int,
-        help=f"Bits of {tensor_name}; 16 is the dtype itself. 4 bits: 28 % of the memory and "
-        "traffic, at a small loss of quality.",
-    )
 
 
 def plan_options(command: Function) -> Function:
@@ -272,7 +180,7 @@ def plan_options(command: Function) -> Function:
 def policy_options(command: Function) -> Function:
     """Adds the flags for a policy, where data lies and how a block of batches is walked, to a
     command."""
-    return _placement_flags(_precision_flags(command))
+    return _placement_flags(_engine_flags(command, PRECISION))
 
 
 def _placement_flags(command: Function) -> Function:
@@ -326,74 +234,6 @@ def _placement_flags(command: Function) -> Function:
                 is_flag=True,
                 help="Copy a layer's weights to the GPU only after the previous layer, to save GPU"
                 " memory.",
-            ),
-        ],
-    )
-
-
-def _precision_flags(command: Function) -> Function:
-    return _apply(
-        command,
-        PRECISION,
-        [
-            _bits_option("weight", "weights"),
-            click.option(
-                "--requantize",
-                is_flag=True,
-                help="Allow --weight-bits for a checkpoint that is already quantized (FP8, GPTQ, "
-                "...), at some loss of quality.",
-            ),
-            click.option(
-                "--weight-format",
-                type=click.Choice(list(WEIGHT_FORMATS)),
-                help="Groups for --weight-bits: own (32 along the input, default) or paper (64 "
-                "along the output, less accurate).",
-            ),
-            _bits_option("cache", "full blocks of the KV cache"),
-            click.option(
-                "--matmul-bits",
-                type=click.Choice([str(bits) for bits in MATMUL_BITS]),
-                callback=_as_int,
-                help="8: matmul with 8-bit integers, at a small loss of quality. Faster on some "
-                "CPUs: see the page on CPU kernels.",
-            ),
-            click.option(
-                "--attention",
-                type=click.Choice(list(ATTENTIONS)),
-                help="Where to attend to KV cache that is not on the GPU. host: on the CPU; "
-                "device: copy the cache; auto: the better one in a search.",
-            ),
-            click.option(
-                "--attention-sparsity",
-                type=float,
-                metavar="F",
-                help="In decoding, attend to this fraction of the tokens with the highest scores, "
-                "e.g. 0.1, at a loss of quality.",
-            ),
-            click.option(
-                "--prefill-chunk",
-                type=click.IntRange(1),
-                metavar="TOKENS",
-                help="Tokens per prefill chunk. Smaller chunks need less memory and more passes "
-                f"over the weights. Default: {Policy().prefill_chunk}, or less if a plan needs it.",
-            ),
-            click.option(
-                "--draft",
-                metavar="lookup|self-4bit|MODEL",
-                help="Speculative decoding with drafts from lookup (repeated text), self-4bit (the"
-                " model in 4 bits), or a smaller model.",
-            ),
-            click.option(
-                "--draft-tokens",
-                type=click.IntRange(1, MAX_DRAFT),
-                metavar="K",
-                help="With --draft, maximum number of draft tokens per pass. Default: "
-                f"{DRAFT_TOKENS}.",
-            ),
-            click.option(
-                "--prefix-sharing/--no-prefix-sharing",
-                default=True,
-                help="Compute common prefixes of prompts once.",
             ),
         ],
     )

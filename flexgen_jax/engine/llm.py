@@ -10,12 +10,12 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, Unpack, cast, get_args
 
 from flexgen_jax.engine.batching import padded_length
 from flexgen_jax.engine.feed import Feed, Incoming
 from flexgen_jax.engine.grammar import Grammars
-from flexgen_jax.engine.options import EngineOptions
+from flexgen_jax.engine.options import EngineOptions, LLMOptions
 from flexgen_jax.engine.outputs import (
     Admitted,
     Generation,
@@ -36,10 +36,9 @@ from flexgen_jax.engine.starting import make_runner, start
 from flexgen_jax.engine.texts import TextModel
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.chat import ChatOptions, Message
-from flexgen_jax.models.formats.known import WeightFormat
 from flexgen_jax.models.loading import Model
-from flexgen_jax.policy.policy import Attention, Policy, Workload
-from flexgen_jax.progress import Bars, Progress
+from flexgen_jax.policy.policy import Policy, Workload
+from flexgen_jax.progress import Progress
 
 OnError = Literal["return", "raise"]
 """Handling of prompts that cannot run."""
@@ -56,78 +55,9 @@ class LLM(TextModel):
     """
 
     def __init__(
-        self,
-        model: str | Path | Model | None = None,
-        *,
-        policy: Policy | Literal["auto"] = EngineOptions.policy,
-        dtype: str = EngineOptions.dtype,
-        weight_bits: int | None = None,
-        requantize: bool = False,
-        cache_bits: int | None = None,
-        matmul_bits: int | None = None,
-        weight_format: WeightFormat | None = None,
-        attention: Attention | None = None,
-        attention_sparsity: float | None = None,
-        prefill_chunk: int | None = None,
-        draft: str | Path | Model | None = None,
-        draft_tokens: int | None = None,
-        device_memory: str | int | None = None,
-        host_memory: str | int | None = None,
-        disk_space: str | int | None = None,
-        write_limit: str | int | None = None,
-        offload_dir: str | Path | None = None,
-        kv_store: str | int | None = None,
-        kv_store_dir: str | Path | None = None,
-        prefix_sharing: bool = True,
-        dummy_weights: bool = False,
-        seed: int = EngineOptions.seed,
-        progress: Bars = False,
-        unified: bool | None = None,
-        hardware: str | Path | None = None,
-        breakdown: bool = False,
-        trace: str | Path | None = None,
-        stages: int = EngineOptions.stages,
-        coordinator: str | None = None,
-        sets_up_jax: bool = True,
+        self, model: str | Path | Model | None = None, **options: Unpack[LLMOptions]
     ) -> None:
-        self._begin(
-            EngineOptions(
-                model=model,
-                policy=policy,
-                dtype=dtype,
-                weight_bits=weight_bits,
-                requantize=requantize,
-                cache_bits=cache_bits,
-                matmul_bits=matmul_bits,
-                weight_format=weight_format,
-                attention=attention,
-                attention_sparsity=attention_sparsity,
-                prefill_chunk=prefill_chunk,
-                draft=draft,
-                draft_tokens=draft_tokens,
-                device_memory=device_memory,
-                host_memory=host_memory,
-                disk_space=disk_space,
-                write_limit=write_limit,
-                offload_dir=offload_dir,
-                kv_store=kv_store,
-                kv_store_dir=kv_store_dir,
-                prefix_sharing=prefix_sharing,
-                dummy_weights=dummy_weights,
-                seed=seed,
-                progress=progress,
-                unified=unified,
-                hardware=hardware,
-                breakdown=breakdown,
-                trace=trace,
-                stages=stages,
-                coordinator=coordinator,
-                sets_up_jax=sets_up_jax,
-            )
-        )
-
-    def _begin(self, asked: EngineOptions) -> None:
-        """Opens the model, and finds out about the machine."""
+        asked = EngineOptions(model, **options)
         progress, on_cpu = Progress(asked.progress), start(asked)
         super().__init__(asked.open_model(), progress)
         self._runner = make_runner(asked, on_cpu, self._model, progress)

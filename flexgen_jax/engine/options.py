@@ -1,16 +1,17 @@
-"""Options of `LLM`, the command line and benchmarks: one dataclass for all three."""
+"""Options of `LLM`, the command line, its configuration file and environment variables."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.formats.known import WeightFormat
+from flexgen_jax.models.formats.known import WEIGHT_FORMATS, WeightFormat
+from flexgen_jax.models.formats.storage import BITS, MATMUL_BITS
 from flexgen_jax.models.loading import Model, open_model
-from flexgen_jax.policy.policy import Attention, Policy
+from flexgen_jax.policy.policy import ATTENTIONS, MAX_DRAFT, Attention, Policy
 from flexgen_jax.progress import Bars
 from flexgen_jax.units import parse_bytes
 
@@ -21,84 +22,226 @@ LOOKUP, SELF_4BIT = "lookup", "self-4bit"
 """What may guess tokens, besides a model."""
 
 
+MODEL, MEMORY, PRECISION = "Model", "Memory and machines", "Precision and attention"
+"""Headings of the options' flags in --help."""
+
+
+def option(default: Any, heading: str, text: str, **flag: Any) -> Any:
+    """A field that is also a flag of the command line, of the same name.
+
+    text: the flag's help. flag: how its value is written: `choices`; `type`, int, float, "size" or
+    "path", an int from `minimum` to `maximum`; or `is_switch` for --name/--no-name. metavar: as of
+    click.
+    """
+    return field(default=default, metadata={"heading": heading, "help": text, **flag})
+
+
+def bits_of(tensors: str) -> dict[str, Any]:
+    """The help and the choices of a number of bits."""
+    text = (
+        f"Bits of {tensors}; 16 is the dtype itself. 4 bits: 28 % of the memory and traffic, at a "
+        "small loss of quality."
+    )
+    return {"text": text, "choices": BITS}
+
+
+class LLMOptions(TypedDict, total=False):
+    """The keywords of `LLM`: the fields of `EngineOptions` without `model`."""
+
+    dummy_weights: bool
+    dtype: str
+    seed: int
+    progress: Bars
+    device_memory: str | int | None
+    host_memory: str | int | None
+    disk_space: str | int | None
+    write_limit: str | int | None
+    kv_store: str | int | None
+    kv_store_dir: str | Path | None
+    offload_dir: str | Path | None
+    stages: int
+    coordinator: str | None
+    policy: Policy | Literal["auto"]
+    weight_bits: int | None
+    requantize: bool
+    weight_format: WeightFormat | None
+    cache_bits: int | None
+    matmul_bits: int | None
+    attention: Attention | None
+    attention_sparsity: float | None
+    prefill_chunk: int | None
+    draft: str | Path | Model | None
+    draft_tokens: int | None
+    prefix_sharing: bool
+    unified: bool | None
+    hardware: str | Path | None
+    breakdown: bool
+    trace: str | Path | None
+    sets_up_jax: bool
+
+
 @dataclass(frozen=True)
 class EngineOptions:
     """The model, the placement of its data, and its budgets.
 
-    model: a Hugging Face folder, a hub id, a known shape's name with `dummy_weights`, or None
-        for the small model that ships with the package.
-    policy: a `Policy`, or "auto" to search one for each workload. For long
-        runs it first probes this machine for some seconds, once.
-    dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's (on the CPU bfloat16
-        instead of float16).
-    weight_bits, cache_bits: 8 or 4 keeps weights, or full KV blocks, in that many bits an element;
-        16 is the dtype. A model that is published in few bits keeps its own weights by default.
-    requantize: whether `weight_bits` may round weights again that are published in few bits.
-    weight_format: how `weight_bits` quantizes: "own" in groups along the input, or "paper".
-    matmul_bits: 8 has decoder layers multiply integers of 8 bits, which costs some quality; faster
-        with 4-bit weights on CPUs that have AMX, or AVX-512 with bfloat16 and VNNI, slower
-        elsewhere.
-    attention, attention_sparsity, prefill_chunk: see `Policy`. For these six, None means the
-        policy's value.
-    draft: the drafter for speculative decoding: "lookup", what
-        followed the same tokens in the text so far; "self-4bit", the model itself with weights in 4
-        bits; or a smaller model with the same tokens, named as `model` is. A model that guesses
-        lies on the device as a whole. None guesses nothing.
-    draft_tokens: how many are guessed for a pass, `DRAFT_TOKENS` by default.
-    device_memory, host_memory, disk_space: budgets in bytes or as "16GB"; None is the available
-        memory.
-    write_limit: bytes that a plan may write to the disk a day, since that wears an SSD; None is
-        without a limit. Weights, which are stored once, do not count.
-    offload_dir: where the disk tier lies, and what later runs use again; None is the user's cache.
-    kv_store: bytes of disk, or "20GB", for the KV cache of prompts and completions; later requests
-        and runs with the same prefix load it; None keeps nothing.
-    kv_store_dir: its folder; None is the user's cache.
-    prefix_sharing: whether prefixes that requests share are found, and computed once.
-    dummy_weights: random weights of a known shape, instead of a checkpoint's.
-    seed: of random weights; sampling has the seeds of `SamplingParams`.
-    progress: whether progress bars are shown; "placing" leaves out that of tokens.
-    unified: whether host and device are one RAM; None is so on a CPU.
-    hardware: the profile to plan with: a file or a known machine's name; None is this machine's.
-    breakdown: whether the report has the busy time of the device and of its links, which costs some
-        speed; so it has with a trace.
-    trace: a file for a timeline of all transfers and computations, for ui.perfetto.dev.
-    stages: processes that the model's layers are divided over, each with a device of its own: a
-        GPU, or a share of the cores. Budgets are each stage's. coordinator: "HOST:PORT", where
-        stages of other machines join; then only the first stage is started here.
-    sets_up_jax: whether `set_up_jax` is called, which has JAX keep compiled programs for later
-        processes, and use most of a GPU's memory.
+    Options with a help text are also flags of the commands, of the same name.
     """
 
-    model: str | Path | Model | None = None
+    # Also a `Model` of arrays in memory.
+    model: str | Path | Model | None = option(
+        None,
+        MODEL,
+        "Hugging Face folder, Hub id or GGUF file; default: a toy model of 5 million parameters.",
+    )
+    dummy_weights: bool = option(
+        False,
+        MODEL,
+        "Use random weights. --model is then a known shape such as facebook/opt-1.3b (see "
+        "`flexgen-jax models`), or a folder.",
+    )
+    # "auto" uses bfloat16 for a float16 checkpoint on a CPU.
+    dtype: str = option(
+        "auto",
+        MODEL,
+        "Dtype of compute and storage; auto: the checkpoint's.",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    # Of random weights; sampling has the seeds of `SamplingParams`.
+    seed: int = option(0, MODEL, "Random seed.", type=int, minimum=0)
+    # "placing" shows the bars of loading, but not of tokens.
+    progress: Bars = option(
+        False, MODEL, "Show a progress bar; default: on a terminal.", is_switch=True
+    )
+    # Budgets in bytes or as "16GB". With several stages, each stage's.
+    device_memory: str | int | None = option(
+        None, MEMORY, "GPU memory budget, e.g. 16GB; default: the free memory.", type="size"
+    )
+    host_memory: str | int | None = option(
+        None, MEMORY, "RAM budget, e.g. 64GB; default: the free memory.", type="size"
+    )
+    disk_space: str | int | None = option(
+        None, MEMORY, "Disk budget, e.g. 1TB; default: the free space.", type="size"
+    )
+    # Weights, which are stored once, do not count.
+    write_limit: str | int | None = option(
+        None,
+        MEMORY,
+        "Limit on bytes written to disk per day, e.g. 200GB; policies that exceed it are rejected.",
+        type="size",
+    )
+    kv_store: str | int | None = option(
+        None,
+        MEMORY,
+        "Keep the KV cache of prompts on disk, up to this size, e.g. 20GB; later requests with the "
+        "same prefix reuse it.",
+        type="size",
+    )
+    kv_store_dir: str | Path | None = option(
+        None, MEMORY, "Folder of --kv-store; default: ~/.cache/flexgen_jax/kv.", type="path"
+    )
+    offload_dir: str | Path | None = option(
+        None,
+        MEMORY,
+        "Folder on a fast disk for offloaded data; weights stay there for later runs. Default: "
+        "~/.cache/flexgen_jax/offload.",
+        type="path",
+    )
+    stages: int = option(
+        1,
+        MEMORY,
+        "Number of pipeline stages, each a process with its own GPU or share of cores; budgets "
+        "apply to each.",
+        type=int,
+        minimum=1,
+    )
+    coordinator: str | None = option(
+        None,
+        MEMORY,
+        "Listen here for stages on other machines (`flexgen-jax stage`). Under srun or mpirun, the "
+        "first process leads.",
+        metavar="HOST:PORT",
+    )
+    # A `Policy`, or "auto" to search one for each workload. Before a long run, the search probes
+    # this machine for some seconds, once.
     policy: Policy | Literal["auto"] = "auto"
-    dtype: str = "auto"
-    weight_bits: int | None = None
-    requantize: bool = False
-    cache_bits: int | None = None
-    matmul_bits: int | None = None
-    weight_format: WeightFormat | None = None
-    attention: Attention | None = None
-    attention_sparsity: float | None = None
-    prefill_chunk: int | None = None
-    draft: str | Path | Model | None = None
-    draft_tokens: int | None = None
-    device_memory: str | int | None = None
-    host_memory: str | int | None = None
-    disk_space: str | int | None = None
-    write_limit: str | int | None = None
-    offload_dir: str | Path | None = None
-    kv_store: str | int | None = None
-    kv_store_dir: str | Path | None = None
-    prefix_sharing: bool = True
-    dummy_weights: bool = False
-    seed: int = 0
-    progress: Bars = False
+    # These seven change the policy; None keeps its value. A checkpoint that is published in few
+    # bits keeps its own weights by default.
+    weight_bits: int | None = option(None, PRECISION, **bits_of("weights"))
+    requantize: bool = option(
+        False,
+        PRECISION,
+        "Allow --weight-bits for a checkpoint that is already quantized (FP8, GPTQ, ...), at some "
+        "loss of quality.",
+    )
+    weight_format: WeightFormat | None = option(
+        None,
+        PRECISION,
+        "Groups for --weight-bits: own (32 along the input, default) or paper (64 along the "
+        "output, less accurate).",
+        choices=WEIGHT_FORMATS,
+    )
+    cache_bits: int | None = option(None, PRECISION, **bits_of("full blocks of the KV cache"))
+    matmul_bits: int | None = option(
+        None,
+        PRECISION,
+        "8: matmul with 8-bit integers, at a small loss of quality. Faster on some CPUs: see the "
+        "page on CPU kernels.",
+        choices=MATMUL_BITS,
+    )
+    attention: Attention | None = option(
+        None,
+        PRECISION,
+        "Where to attend to KV cache that is not on the GPU. host: on the CPU; device: copy the "
+        "cache; auto: the better one in a search.",
+        choices=ATTENTIONS,
+    )
+    attention_sparsity: float | None = option(
+        None,
+        PRECISION,
+        "In decoding, attend to this fraction of the tokens with the highest scores, e.g. 0.1, at "
+        "a loss of quality.",
+        type=float,
+        metavar="F",
+    )
+    prefill_chunk: int | None = option(
+        None,
+        PRECISION,
+        "Tokens per prefill chunk. Smaller chunks need less memory and more passes over the "
+        f"weights. Default: {Policy().prefill_chunk}, or less if a plan needs it.",
+        type=int,
+        minimum=1,
+        metavar="TOKENS",
+    )
+    # A draft model, named as `model` is, needs the same tokens and lies on the device as a whole.
+    draft: str | Path | Model | None = option(
+        None,
+        PRECISION,
+        "Speculative decoding with drafts from lookup (repeated text), self-4bit (the model in 4 "
+        "bits), or a smaller model.",
+        metavar="lookup|self-4bit|MODEL",
+    )
+    draft_tokens: int | None = option(
+        None,
+        PRECISION,
+        f"With --draft, maximum number of draft tokens per pass. Default: {DRAFT_TOKENS}.",
+        type=int,
+        minimum=1,
+        maximum=MAX_DRAFT,
+        metavar="K",
+    )
+    prefix_sharing: bool = option(
+        True, PRECISION, "Compute common prefixes of prompts once.", is_switch=True
+    )
+    # Whether host and device are one RAM; None: on a CPU.
     unified: bool | None = None
+    # The profile to plan with: a file or a known machine's name; None is this machine's.
     hardware: str | Path | None = None
+    # Whether the report has the busy time of the device and of its links, at a cost in speed.
     breakdown: bool = False
+    # A file for a timeline of all transfers and computations, for ui.perfetto.dev.
     trace: str | Path | None = None
-    stages: int = 1
-    coordinator: str | None = None
+    # Whether `set_up_jax` is called: JAX keeps compiled programs for later processes, and uses most
+    # of a GPU's memory.
     sets_up_jax: bool = True
 
     def __post_init__(self) -> None:
@@ -119,7 +262,7 @@ class EngineOptions:
     @property
     def arguments(self) -> dict[str, Any]:
         """All options by name, as `LLM` takes them."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
     @property
     def budgets(self) -> tuple[int | None, int | None, int | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_type_hints
 
 import click
 import pytest
@@ -13,6 +14,7 @@ from flexgen_jax import UserError
 from flexgen_jax.cli.commands import CONFIG, read_flag_defaults
 from flexgen_jax.cli.generate import parse_variables
 from flexgen_jax.cli.main import main
+from flexgen_jax.engine.options import EngineOptions, LLMOptions
 from tests.helpers.command_line import run
 from tests.helpers.models import write_checkpoint
 
@@ -140,3 +142,8 @@ def test_a_plan_that_fits_nowhere_names_the_budget_that_is_missing() -> None:
     assert result.exit_code == 2
     assert "allow more device memory (--device-memory)" in result.stderr
     assert "disk" not in result.stderr
+
+
+def test_keywords_of_llm_are_the_fields_of_the_options() -> None:
+    keywords, options = get_type_hints(LLMOptions), get_type_hints(EngineOptions)
+    assert keywords == {name: kind for name, kind in options.items() if name != "model"}
