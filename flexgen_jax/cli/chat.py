@@ -15,7 +15,7 @@ import click
 
 from flexgen_jax.cli.commands import Command, now_option
 from flexgen_jax.cli.engine_flags import engine_options, open_llm
-from flexgen_jax.cli.flags import model_options, policy_options, sampling_options
+from flexgen_jax.cli.flags import model_options, policy_options, sampling_options, sampling_params
 from flexgen_jax.cli.generate import parse_variables
 from flexgen_jax.errors import PromptError, UserError
 
@@ -145,9 +145,6 @@ def chat(
     chat_options: tuple[str, ...],
     now: datetime | None,
     max_tokens: int | None,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
     **flags: Any,
 ) -> None:
     """Chat with a model in the terminal.
@@ -155,14 +152,10 @@ def chat(
     The model needs a chat template, which the packaged toy model lacks: set --model, for example
     to HuggingFaceTB/SmolLM2-135M-Instruct. /help lists the commands.
     """
-    from flexgen_jax.engine.sampling import SamplingParams
 
     variables = parse_variables(chat_options)
     messages = [] if load is None else _loaded(load)
-    try:
-        params = SamplingParams(max_tokens, temperature, top_k, top_p, seed=flags["seed"])
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    params = sampling_params(flags, max_tokens=max_tokens, seed=flags["seed"])
     options = engine_options(flags, default_batches=1, shows_tokens=True)
     with open_llm(options) as llm:
         try:

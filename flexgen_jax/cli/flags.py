@@ -12,6 +12,8 @@ import click
 from flexgen_jax.cli.commands import Size, under
 from flexgen_jax.cli.stage import lead_or_join
 from flexgen_jax.engine.options import MEMORY, MODEL, PRECISION, EngineOptions
+from flexgen_jax.engine.sampling import SamplingParams
+from flexgen_jax.errors import UserError
 from flexgen_jax.policy.schedules import SCHEDULES
 
 Function = Callable[..., Any]
@@ -29,30 +31,31 @@ def _apply(
     return command
 
 
+SAMPLING = [entry for entry in fields(SamplingParams) if "text" in entry.metadata]
+"""Sampling parameters that have a flag."""
+
+
 def sampling_options(command: Function) -> Function:
     """Adds the flags for the choice of each token to a command."""
-    return _apply(
-        command,
-        None,
-        [
-            click.option(
-                "--temperature",
-                type=float,
-                help="0: greedy. Default: the model's default, or 0.",
-            ),
-            click.option(
-                "--top-k",
-                type=int,
-                help="Sample from the K most likely tokens; 0: all. Default: the model's default.",
-            ),
-            click.option(
-                "--top-p",
-                type=float,
-                help="Sample from the most likely tokens with this total probability. Default: the "
-                "model's default.",
-            ),
-        ],
-    )
+    options: list[Callable[[Function], Function]] = [
+        click.option(
+            "--" + entry.name.replace("_", "-"),
+            type=int if "whole" in entry.metadata else float,
+            help=entry.metadata["text"],
+        )
+        for entry in SAMPLING
+    ]
+    return _apply(command, None, options)
+
+
+def sampling_params(flags: dict[str, Any], **params: Any) -> SamplingParams:
+    """Takes the flags of `sampling_options` out of a command's flags, and returns the sampling
+    parameters with `params`."""
+    chosen = {entry.name: flags.pop(entry.name) for entry in SAMPLING}
+    try:
+        return SamplingParams(**chosen, **params)
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def model_options(command: Function) -> Function:

@@ -16,7 +16,13 @@ import click
 from flexgen_jax.cli.batch import run_here, tell
 from flexgen_jax.cli.commands import Command, end, now_option
 from flexgen_jax.cli.engine_flags import engine_options, open_llm
-from flexgen_jax.cli.flags import model_options, policy_options, sampling_options
+from flexgen_jax.cli.flags import (
+    SAMPLING,
+    model_options,
+    policy_options,
+    sampling_options,
+    sampling_params,
+)
 from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.errors import PromptError, UserError
@@ -105,9 +111,6 @@ def generate(
     chat_options: tuple[str, ...],
     now: datetime | None,
     max_tokens: int | None,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
     stop: tuple[str, ...],
     ignore_eos: bool,
     echoes: bool | None,
@@ -120,7 +123,6 @@ def generate(
     the same command then resumes an interrupted run.
     """
     from flexgen_jax.engine.files import Prompt, read_prompts, read_text
-    from flexgen_jax.engine.sampling import SamplingParams
 
     all_prompts = [Prompt(text, f"PROMPTS, number {n}") for n, text in enumerate(prompts, 1)]
     if prompts_file is not None:
@@ -130,12 +132,9 @@ def generate(
         click.echo(f'flexgen-jax: using a built-in prompt: "{DEMO_PROMPT}"', err=True)
     prefix = "" if prefix_file is None else read_text(prefix_file, "--prefix")
     all_prompts = [Prompt(prefix + prompt.text, prompt.where) for prompt in all_prompts]
-    try:
-        params = SamplingParams(
-            max_tokens, temperature, top_k, top_p, stop, flags["seed"], ignore_eos
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    params = sampling_params(
+        flags, max_tokens=max_tokens, stop=stop, seed=flags["seed"], ignore_eos=ignore_eos
+    )
     check_json(json_file, results=output)
     chat = Chat(parse_variables(chat_options), now) if is_chat else None
     if chat is None and (chat_options or now is not None):
@@ -268,7 +267,7 @@ def run_job(
 def request_lines(texts: Sequence[str], params: SamplingParams, chat: Chat | None) -> bytes:
     """Returns the lines of a job that asks for the prompts' texts, or for answers to them: the
     plain form of docs/batch.md, with the prompts' numbers from 1 as ids."""
-    names = ("max_tokens", "temperature", "top_k", "top_p")
+    names = ("max_tokens", *(entry.name for entry in SAMPLING))
     set_fields = {
         name: getattr(params, name) for name in names if getattr(params, name) is not None
     }

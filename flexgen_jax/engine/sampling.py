@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import inf, isfinite
 from typing import Any, cast
 
@@ -26,29 +26,6 @@ FORCED = 1e9
 MIN_ADJUSTED_LOGITS = 16
 """Rows adjust a power of two of logits, this or more, so that few programs are compiled."""
 
-LIMITS: dict[str, tuple[float, float]] = {
-    "temperature": (0.0, 1e6),
-    "min_p": (0.0, 1.0),
-    "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "repetition_penalty": (1e-3, 1e3),
-}
-"""The least and the largest values of parameters that are real numbers."""
-
-WHOLE: dict[str, tuple[int | None, int | None]] = {
-    "n": (1, None),
-    "max_tokens": (1, None),
-    "min_tokens": (0, None),
-    "seed": (None, None),
-    "top_k": (0, 2**31 - 1),
-    "logprobs": (0, MAX_LOGPROBS),
-    "no_repeat_ngram_size": (0, None),
-}
-"""The same for those that are whole numbers."""
-
-ID_LISTS = ("stop_token_ids", "suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")
-"""Parameters that are lists of token ids."""
-
 SAMPLER_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 """Parameters of random choices."""
 
@@ -56,57 +33,83 @@ BANS = ("min_tokens", *RULES[1:])
 """Parameters that ban or force tokens."""
 
 
+def parameter(default: Any, **facts: Any) -> Any:
+    """A field of `SamplingParams` with its facts.
+
+    whole or real: the least and the largest integer or number, None for no limit; is_ids: whether
+    it is a list of token ids; in_requests: whether JSON requests have it under its own name, and
+    lm-eval's tasks; text: the help of its flag, if it has one.
+    """
+    return field(default=default, metadata=facts)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one request.
+    """Sampling parameters of one request. Raises `ValueError` that names the parameter.
 
-    None means the model folder's default (generation_config.json), or no effect without one; so is
-    `stop` if it is empty. Temperature, top_k, top_p and min_p are greedy without a wish; who sets
-    the temperature chooses without the folder's three others. A temperature of 0 is greedy; top_k
-    0, top_p 1 and min_p 0 exclude no token; min_p is a share of the likeliest token's probability.
-    The `stop` strings end a sequence and are not part of its text. Its random draws depend only on
-    `seed` and on the request's position in the call. With `ignore_eos`, the end token does not end
-    a sequence.
-
-    max_tokens: the most new tokens; 32 if the folder does not say. min_tokens: minimum number of
-    tokens before an end token. stop_token_ids: tokens that end a text as the end token does, with
-    `ignore_eos`, too. repetition_penalty divides the logits above 0 of tokens in the prompt or the
-    text, and multiplies others; logit_bias is added to the logits of single tokens, by id;
-    presence_penalty is subtracted from logits of tokens in the completion, frequency_penalty once
-    per occurrence; in this order. no_repeat_ngram_size: no n-gram of this length repeats in prompt
-    and completion. bad_words_ids: sequences of tokens that do not come. suppress_tokens: tokens
-    that do not come; begin_suppress_tokens: not as the first token. forced_eos_token_id: forced as
-    the last token within `max_tokens`. These are as transformers has them. logprobs: returns each
-    token's log-probability before these changes, and those of this number of most likely tokens. n:
-    how many texts are made of the prompt, in `LLM.generate` and `LLM.chat`. json_schema: the text
-    is JSON of this schema, which is an object, or JSON text; `max_tokens` may still cut it off.
-    Where the prompt ends with "<think>", the JSON begins after "</think>".
-
-    Raises `ValueError` that names the parameter.
+    None means the model folder's default (generation_config.json), or no effect without one. A
+    request that sets the temperature ignores the folder's top_k, top_p and min_p. The random draws
+    depend only on `seed` and on the request's position in the call. Logits are changed in the order
+    repetition_penalty, presence and frequency penalties, logit_bias, as in transformers and in
+    OpenAI's API.
     """
 
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
+    # Maximum number of new tokens; 32 if the folder does not say.
+    max_tokens: int | None = parameter(None, whole=(1, None))
+    # 0 is greedy.
+    temperature: float | None = parameter(
+        None,
+        real=(0.0, 1e6),
+        in_requests=True,
+        text="0: greedy. Default: the model's default, or 0.",
+    )
+    top_k: int | None = parameter(
+        None,
+        whole=(0, 2**31 - 1),
+        in_requests=True,
+        text="Sample from the K most likely tokens; 0: all. Default: the model's default.",
+    )
+    top_p: float | None = parameter(
+        None,
+        real=(0.0, 1.0),
+        in_requests=True,
+        text="Sample from the most likely tokens with this total probability. Default: the model's "
+        "default.",
+    )
+    # These strings end a sequence and are not part of its text.
     stop: Sequence[str] = ()
-    seed: int = 0
-    ignore_eos: bool = False
-    min_p: float | None = None
-    min_tokens: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float | None = None
+    seed: int = parameter(0, whole=(None, None), in_requests=True)
+    # Whether the end token does not end a sequence.
+    ignore_eos: bool = parameter(False, in_requests=True)
+    # A share of the likeliest token's probability.
+    min_p: float | None = parameter(None, real=(0.0, 1.0), in_requests=True)
+    # Minimum number of tokens before an end token.
+    min_tokens: int | None = parameter(None, whole=(0, None), in_requests=True)
+    # Subtracted from the logits of tokens in the completion: once, and once per occurrence.
+    presence_penalty: float = parameter(0.0, real=(-2.0, 2.0), in_requests=True)
+    frequency_penalty: float = parameter(0.0, real=(-2.0, 2.0), in_requests=True)
+    # Divides the positive logits of tokens in the prompt or completion, and multiplies others.
+    repetition_penalty: float | None = parameter(None, real=(1e-3, 1e3), in_requests=True)
+    # Added to the logits of single tokens, by id.
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
-    logprobs: int | None = None
-    json_schema: Mapping[str, Any] | str | None = None
-    n: int = 1
-    stop_token_ids: Sequence[int] = ()
-    no_repeat_ngram_size: int | None = None
+    # Returns each token's log-probability before these changes, and those of this number of most
+    # likely tokens.
+    logprobs: int | None = parameter(None, whole=(0, MAX_LOGPROBS))
+    # The text is JSON of this schema, an object or JSON text; `max_tokens` may still cut it off.
+    # Where the prompt ends with "<think>", the JSON begins after "</think>".
+    json_schema: Mapping[str, Any] | str | None = parameter(None, in_requests=True)
+    # Number of completions of the prompt, in `LLM.generate` and `LLM.chat`.
+    n: int = parameter(1, whole=(1, None))
+    # Tokens that end a text as the end token does, with `ignore_eos`, too.
+    stop_token_ids: Sequence[int] = parameter((), is_ids=True, in_requests=True)
+    # No n-gram of this length repeats in prompt and completion.
+    no_repeat_ngram_size: int | None = parameter(None, whole=(0, None), in_requests=True)
+    # Forbidden sequences of tokens, forbidden tokens, and forbidden first tokens.
     bad_words_ids: Sequence[Sequence[int]] | None = None
-    suppress_tokens: Sequence[int] | None = None
-    begin_suppress_tokens: Sequence[int] | None = None
-    forced_eos_token_id: int | Sequence[int] | None = None
+    suppress_tokens: Sequence[int] | None = parameter(None, is_ids=True)
+    begin_suppress_tokens: Sequence[int] | None = parameter(None, is_ids=True)
+    # Forced as the last token within `max_tokens`.
+    forced_eos_token_id: int | Sequence[int] | None = parameter(None, is_ids=True)
 
     def __post_init__(self) -> None:
         for name, value in _normalized(self).items():
@@ -119,28 +122,31 @@ class SamplingParams:
                     "json_schema determines the end of a completion and cannot be combined with "
                     f"{conflicting}"
                 )
-        for name, (least, maximum) in WHOLE.items():
-            if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), least, maximum)
+        for entry in fields(self):
+            if "whole" in entry.metadata and getattr(self, entry.name) is not None:
+                _check_integer(entry.name, getattr(self, entry.name), *entry.metadata["whole"])
         if (self.min_tokens or 0) > self.most_tokens and self.max_tokens is not None:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos must be true or false, not {self.ignore_eos!r}")
-        for name, (minimum, upper) in LIMITS.items():
-            value = getattr(self, name)
-            if value is not None and not (_is_number(value) and minimum <= value <= upper):
-                raise ValueError(f"{name} must be from {minimum:g} to {upper:g}, not {value!r}")
         if self.top_p is not None and not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p!r}")
+        for entry in fields(self):
+            minimum, upper = entry.metadata.get("real", (0.0, 0.0))
+            value = getattr(self, entry.name) if "real" in entry.metadata else None
+            if value is not None and not (_is_number(value) and minimum <= value <= upper):
+                raise ValueError(
+                    f"{entry.name} must be from {minimum:g} to {upper:g}, not {value!r}"
+                )
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError("stop strings must not be empty")
         for token, bias in self.biases:
             _check_integer("a token id in logit_bias", token, 0)
             if not (_is_number(bias) and -100 <= bias <= 100):
                 raise ValueError(f"logit_bias must be from -100 to 100, not {bias!r}")
-        for name in ID_LISTS:
+        for name in _names("is_ids"):
             for token in getattr(self, name) or ():
                 _check_integer(f"a token id in {name}", token, 0)
         for row in self.bad_words_ids or ():
@@ -278,6 +284,15 @@ class SamplingParams:
                 yield last
 
 
+def _names(fact: str) -> tuple[str, ...]:
+    """Returns the names of the parameters with a fact."""
+    return tuple(entry.name for entry in fields(SamplingParams) if fact in entry.metadata)
+
+
+IN_REQUESTS = _names("in_requests")
+"""Parameters that JSON requests and lm-eval's tasks have under the same name."""
+
+
 def _repeating(ids: np.ndarray, size: int) -> list[int]:
     """Returns the tokens that would make a sequence of `size` tokens come again after `ids`.
 
@@ -305,7 +320,7 @@ def _normalized(params: SamplingParams) -> dict[str, Any]:
         checked["logit_bias"] = tuple(sorted((_python(i), _python(bias)) for i, bias in pairs))
     except (TypeError, ValueError):
         raise ValueError(f"logit_bias must map token ids to numbers, not {biases!r}") from None
-    for name in ID_LISTS:
+    for name in _names("is_ids"):
         ids = [checked[name]] if isinstance(checked[name], int) else checked[name]
         checked[name] = None if ids is None else _listed(name, ids)
     rows = checked["bad_words_ids"]

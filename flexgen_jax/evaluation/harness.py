@@ -19,7 +19,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from flexgen_jax.engine.llm import LLM
-from flexgen_jax.engine.sampling import SamplingParams
+from flexgen_jax.engine.sampling import IN_REQUESTS, SamplingParams
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.chat import ChatOptions
 
@@ -245,7 +245,7 @@ def read_wish(kwargs: Mapping[str, Any], tokens: int, thinks: bool = False) -> W
     ]
     end = remaining.pop("think_end_token", None)
     length = remaining.pop("max_length", None)
-    passed_on = {name: remaining.pop(name) for name in PASSED_ON if name in remaining}
+    params_by_name = {name: remaining.pop(name) for name in IN_REQUESTS if name in remaining}
     if remaining:
         raise UserError(f"generation_kwargs has {sorted(remaining)[0]!r}, which is not supported")
     try:
@@ -253,7 +253,7 @@ def read_wish(kwargs: Mapping[str, Any], tokens: int, thinks: bool = False) -> W
             max_tokens=int(named[0]) if named else tokens,
             temperature=temperature if is_sampled else 0.0,
             stop=() if end or thinks else until,
-            **passed_on,
+            **params_by_name,
         )
     except (ValueError, TypeError) as error:
         raise UserError(f"generation_kwargs: {error}") from None
@@ -272,21 +272,6 @@ KINDS: Mapping[str, Any] = {
 
 TOKEN_LIMIT_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the most new tokens, in the harness's order."""
-
-PASSED_ON = (
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "no_repeat_ngram_size",
-    "stop_token_ids",
-    "min_tokens",
-    "ignore_eos",
-)
-"""Options that are `SamplingParams` of the same name."""
 
 
 class CheckedTasks(TaskManager):  # type: ignore[misc]

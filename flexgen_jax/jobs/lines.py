@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
-from flexgen_jax.engine.sampling import SamplingParams
+from flexgen_jax.engine.sampling import IN_REQUESTS, SamplingParams
 from flexgen_jax.jobs.fields import TEXTS, without_neutral
 from flexgen_jax.models.chat import Arguments, ChatOptions
 
@@ -28,20 +28,9 @@ MAX_ERROR_CHARS = 1000
 DEFAULT_TOKENS = 16
 """New tokens of a completion that does not say how many, as in OpenAI's API."""
 
-SHARED = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
 SOURCES = ("prompt", "prompt_token_ids", "messages")
 NAMED = ("stop", "logit_bias", "n", "return_tokens_as_token_ids")
-OWN = (
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "repetition_penalty",
-    "ignore_eos",
-    "json_schema",
-    "stop_token_ids",
-    "no_repeat_ngram_size",
-)
-"""Parameters that all forms accept unchanged: those that OpenAI's API has, too, and others."""
+"""Fields of all forms besides the sampling parameters `IN_REQUESTS`."""
 
 
 class LineError(ValueError):
@@ -296,13 +285,13 @@ def _line(
 ) -> Line:
     """Returns the line with the sampling parameters that are left in `fields`; raises `LineError`
     otherwise."""
-    _know(fields, {*SHARED, *OWN, *NAMED})
+    _know(fields, {*IN_REQUESTS, *NAMED})
     if fields.get("top_k") == -1:  # as in vLLM
         fields["top_k"] = 0
     names_by_id = fields.get("return_tokens_as_token_ids", False)
     if not isinstance(names_by_id, bool):
         raise LineError('"return_tokens_as_token_ids" must be true or false')
-    params |= {key: fields[key] for key in (*SHARED, *OWN) if key in fields}
+    params |= {key: fields[key] for key in IN_REQUESTS if key in fields}
     params["seed"] = fields.get("seed", seed)
     if not isinstance(params.get("ignore_eos", False), bool):
         raise LineError(f'"ignore_eos" must be true or false, not {params["ignore_eos"]!r}')
