@@ -293,7 +293,7 @@ def _with_reasoning(llm: LLM, result: RequestOutput, chat: Chat | None) -> dict[
     """Returns a result as JSON; of a conversation, with the answer apart from its reasoning."""
     from flexgen_jax.engine.files import as_json
 
-    reasoned = None if chat is None else llm.reasoning(result)
+    reasoned = None if chat is None else llm.answer(result)
     if reasoned is None:
         return as_json(result)
     content = {"reasoning_content": reasoned.reasoning, "content": reasoned.content or ""}

@@ -15,7 +15,8 @@ import click
 from flexgen_jax.engine.llm import LLM
 from flexgen_jax.engine.outputs import RequestOutput
 from flexgen_jax.engine.sampling import SamplingParams
-from flexgen_jax.models.answer_stream import AnswerStream, Piece, PlainStream
+from flexgen_jax.models.answer_stream import AnswerStream
+from flexgen_jax.models.text_reader import Piece
 
 
 class Shown:
@@ -45,8 +46,8 @@ class Shown:
     def _show(self, pieces: list[Piece]) -> None:
         click.echo(self._begin, nl=False)
         self._begin = ""
-        for piece_kind, text in pieces:
-            if piece_kind == "content":
+        for kind, text, _ in pieces:
+            if kind == "content":
                 text = text if self.content or not self.reasoning else text.lstrip("\n")
                 if not self.content and self.reasoning and text and self._is_terminal:
                     click.echo("\n")
@@ -68,7 +69,7 @@ def show_text(
     tokenizer = llm.tokenizer
     assert tokenizer is not None, "the prompt was encoded"
     stops = llm.resolved(params, len(ids)).stop
-    stream = (AnswerStream if has_reasoning else PlainStream)(tokenizer, ids, stops)
+    stream = AnswerStream(tokenizer, ids, stops, is_plain=not has_reasoning)
     shown = Shown(stream, begin)
     (result,) = llm.generate(
         prompt_token_ids=[ids],

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from flexgen_jax.errors import UserError, first_line
-from flexgen_jax.models.reasoning import opened_by
+from flexgen_jax.models.marks import opened_by
 from flexgen_jax.models.tokenizer import Tokenizer
 
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -10,8 +10,9 @@ from flexgen_jax.errors import UserError
 from flexgen_jax.models.chat import ChatOptions, Message
 from flexgen_jax.models.defaults import SamplingDefaults
 from flexgen_jax.models.loading import Model
-from flexgen_jax.models.reasoning import Reasoning, split_reasoning
+from flexgen_jax.models.reasoning import Answer, split_reasoning
 from flexgen_jax.models.tokenizer import Tokenizer
+from flexgen_jax.models.tool_calls import Tools
 from flexgen_jax.progress import Progress
 
 
@@ -101,13 +102,15 @@ class TextModel:
         """Whether the text of a conversation may depend on the time."""
         return self._model.chat is not None and self._model.chat.tells_time
 
-    def reasoning(self, result: RequestOutput) -> Reasoning | None:
-        """Returns the text of a result that begins with reasoning, such as after "<think>", in two
-        parts; None for a text without."""
+    def answer(self, result: RequestOutput, tools: Tools | None = None) -> Answer | None:
+        """Returns the reasoning, text and tool calls of a conversation's result; None if it has
+        text only. tools: those that it may call."""
         tokenizer = self._model.tokenizer
         if tokenizer is None:
             return None
-        return split_reasoning(tokenizer, result.prompt_token_ids, result.token_ids, result.text)
+        return split_reasoning(
+            tokenizer, result.prompt_token_ids, result.token_ids, result.text, tools
+        )
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -11,6 +12,8 @@ from typing import Any
 from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
 from flexgen_jax.engine.texts import TextModel
 from flexgen_jax.jobs.lines import Line, LineError
+from flexgen_jax.models.reasoning import Answer
+from flexgen_jax.models.tool_calls import ToolCall
 
 Name = Callable[[int], str]
 """Names a token."""
@@ -81,9 +84,13 @@ def _plain(
             "token_ids": result.token_ids,
             "finish_reason": result.finish_reason,
         }
-        reasoned = model.reasoning(result) if line.messages is not None else None
-        if reasoned is not None:
-            choice |= {"text": reasoned.content or "", "reasoning_content": reasoned.reasoning}
+        parts = model.answer(result, line.tools) if line.messages is not None else None
+        if parts is not None:
+            choice |= {"text": parts.content or "", "finish_reason": finish_reason(result, parts)}
+            if parts.reasoning is not None:
+                choice["reasoning_content"] = parts.reasoning
+            if parts.calls:
+                choice["tool_calls"] = tool_calls(parts.calls, line.name)
         if result.logprobs is not None:
             choice["logprobs"] = [
                 {"logprob": x.logprob, "top": [list(pair) for pair in x.top]}
@@ -153,16 +160,43 @@ def _chat_choice(index: int, result: RequestOutput, line: Line, model: TextModel
         pairs = zip(result.token_ids, result.logprobs, strict=True)
         content = [_chat_token(token, x, line, model) for token, x in pairs]
         logprobs = {"content": content, "refusal": None}
-    message = {"role": "assistant", "content": result.text, "refusal": None}
-    reasoned = model.reasoning(result)
-    if reasoned is not None:
-        message |= {"content": reasoned.content, "reasoning_content": reasoned.reasoning}
+    message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
+    parts = model.answer(result, line.tools)
+    if parts is not None:
+        message["content"] = parts.content
+        if parts.reasoning is not None:
+            message["reasoning_content"] = parts.reasoning
+        if parts.calls:
+            message["tool_calls"] = tool_calls(parts.calls, f"{line.name} {index}")
     return {
         "index": index,
         "message": message,
         "logprobs": logprobs,
-        "finish_reason": result.finish_reason,
+        "finish_reason": finish_reason(result, parts),
     }
+
+
+def finish_reason(result: RequestOutput, parts: Answer | None) -> str:
+    """Returns OpenAI's name for the end of an answer."""
+    has_calls = parts is not None and bool(parts.calls)
+    return "tool_calls" if has_calls and result.finish_reason == "stop" else result.finish_reason
+
+
+def tool_calls(calls: Sequence[ToolCall], name: str) -> list[dict[str, Any]]:
+    """Returns an answer's calls in OpenAI's form. name: identifies the answer."""
+    return [
+        {
+            "id": call.id or call_id(name, number),
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for number, call in enumerate(calls)
+    ]
+
+
+def call_id(name: str, number: int) -> str:
+    """Returns an id for a call, in the pattern of Mistral's templates: 9 letters or digits."""
+    return hashlib.sha256(f"{name} {number}".encode()).hexdigest()[:9]
 
 
 def _chat_token(token: int, logs: TokenLogprob, line: Line, model: TextModel) -> dict[str, Any]:

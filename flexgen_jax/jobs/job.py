@@ -258,11 +258,6 @@ class Job:
         template cannot write."""
         if line.messages is not None:
             options = line.chat
-            if options is not None and options.tools:
-                self._llm.note(
-                    "tools are passed to the chat template, and tool calls are part of the "
-                    "completion: no result has tool_calls"
-                )
             if self._llm.chat_tells_time or (options is not None and options.template):
                 options = replace(options or ChatOptions(), now=self._now)
             if options is None:

@@ -10,7 +10,8 @@ from typing import Any, Literal, NoReturn
 
 from flexgen_jax.engine.sampling import IN_REQUESTS, SamplingParams
 from flexgen_jax.jobs.fields import TEXTS, without_neutral
-from flexgen_jax.models.chat import Arguments, ChatOptions
+from flexgen_jax.models.chat import ChatOptions, call_arguments
+from flexgen_jax.models.tool_calls import Tools, tools_of
 
 Form = Literal["completions", "chat", "plain"]
 
@@ -29,7 +30,7 @@ DEFAULT_TOKENS = 16
 """New tokens of a completion that does not say how many, as in OpenAI's API."""
 
 SOURCES = ("prompt", "prompt_token_ids", "messages")
-NAMED = ("stop", "logit_bias", "n", "return_tokens_as_token_ids")
+NAMED = ("stop", "logit_bias", "n", "return_tokens_as_token_ids", "parallel_tool_calls")
 """Fields of all forms besides the sampling parameters `IN_REQUESTS`."""
 
 
@@ -65,6 +66,14 @@ class Line:
     model: str | None
     chat: ChatOptions | None = None
     names_by_id: bool = False
+    has_parallel_calls: bool = True
+
+    @property
+    def tools(self) -> Tools | None:
+        """The tools that an answer may call; None for none."""
+        if self.chat is None or not self.chat.tools:
+            return None
+        return tools_of(self.chat.tools, None if self.has_parallel_calls else 1)
 
     @property
     def choices(self) -> int:
@@ -205,6 +214,7 @@ def _chat_options(fields: dict[str, Any]) -> ChatOptions | None:
     for name in ("tools", "documents"):
         if not all(isinstance(each, dict) for each in named.get(name, ())):
             raise LineError(f'"{name}" must be a list of objects')
+    _choose_tools(fields, named)
     if not named:
         return None
     variables = dict(named.get("chat_template_kwargs") or {})
@@ -220,6 +230,50 @@ def _chat_options(fields: dict[str, Any]) -> ChatOptions | None:
         adds_generation_prompt=named.get("add_generation_prompt", not continues),
         continues_final=continues,
         template=named.get("chat_template"),
+    )
+
+
+def _choose_tools(fields: dict[str, Any], named: dict[str, Any]) -> None:
+    """Takes "tool_choice" out of the fields. Leaves in `named` the tools that it allows; where it
+    demands a call, puts the schema of one into the fields."""
+    choice, tools = fields.pop("tool_choice", "auto"), named.get("tools") or []
+    mode, names = _tool_choice(choice)
+    known = {name: tool for tool in tools for name in tools_of([tool]).schemas}
+    unknown = sorted({*(names or ())} - {*known})
+    if unknown:
+        raise LineError(f'"tool_choice" names the tool {unknown[0]!r}, which "tools" lacks')
+    if names is not None:
+        named["tools"] = tools = [known[name] for name in names]
+    if mode == "none":
+        named.pop("tools", None)
+    if mode != "required":
+        return
+    if not tools:
+        raise LineError(f'"tool_choice" {choice!r} needs "tools"')
+    if "json_schema" in fields:
+        raise LineError('"tool_choice" cannot demand a call where "response_format" has a schema')
+    fields["json_schema"] = tools_of(tools).forcing()
+
+
+def _tool_choice(choice: Any) -> tuple[str, list[str] | None]:
+    """Returns a choice's mode ("none", "auto" or "required"), and the tools that it names, None for
+    all."""
+    match choice:
+        case "none" | "auto" | "required":
+            return choice, None
+        case {"type": "function", "function": {"name": str(name)}}:
+            return "required", [name]
+        case {"type": "function", "name": str(name)}:
+            return "required", [name]
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*tools]},
+        }:
+            return mode, [name for tool in tools for name in tools_of([tool]).schemas]
+    raise LineError(
+        '"tool_choice" must be "none", "auto", "required", {"type": "function", "function": '
+        '{"name": ...}} or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": '
+        f"[...]}}}}, not {choice!r}"
     )
 
 
@@ -243,13 +297,10 @@ def _with_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _with_object(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
-    text = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(text, str) or not isinstance(function, dict):
+    if not isinstance(function, dict):
         return call
-    try:
-        return {**call, "function": {**function, "arguments": Arguments(text)}}
-    except (ValueError, RecursionError):
-        return call  # it stays a text
+    arguments = call_arguments(function.get("arguments"))
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _from_plain(raw: dict[str, Any], name: str, number: int, tokens: int | None, seed: int) -> Line:
@@ -291,6 +342,9 @@ def _line(
     names_by_id = fields.get("return_tokens_as_token_ids", False)
     if not isinstance(names_by_id, bool):
         raise LineError('"return_tokens_as_token_ids" must be true or false')
+    is_parallel = fields.get("parallel_tool_calls", True)
+    if not isinstance(is_parallel, bool):
+        raise LineError('"parallel_tool_calls" must be true or false')
     params |= {key: fields[key] for key in IN_REQUESTS if key in fields}
     params["seed"] = fields.get("seed", seed)
     if not isinstance(params.get("ignore_eos", False), bool):
@@ -321,6 +375,7 @@ def _line(
         model=model,
         chat=chat,
         names_by_id=names_by_id,
+        has_parallel_calls=is_parallel,
     )
 
 

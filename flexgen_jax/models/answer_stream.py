@@ -1,25 +1,23 @@
-"""A text that is made token by token, in pieces that can be shown at once."""
+"""An answer that is made token by token, in pieces: reasoning, text and tool calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+import re
+from collections.abc import Callable, Sequence
 
-from flexgen_jax.models.reasoning import FINAL, HARMONY, MARKS, NAMES, opened_by
+from flexgen_jax.models.marks import HARMONY, REASONING_MARKS, opened_by
+from flexgen_jax.models.text_reader import Kind, Piece, Reading, TextReader
 from flexgen_jax.models.tokenizer import Tokenizer
+from flexgen_jax.models.tool_calls import SPECIAL_MARKS, CallReader, Tools
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """The decoding of bytes that do not form a whole character yet."""
 
+RECIPIENT = re.compile(r"to=functions\.([\w.\-]+)")
+"""The tool that a message in Harmony's format calls."""
+
 CONTEXT = 6
 """Tokens before a piece that are decoded with it, since a first word may lose its blank."""
-
-
-class Piece(NamedTuple):
-    """Some characters of a text, of its reasoning or of its answer."""
-
-    kind: Literal["reasoning", "content"]
-    text: str
 
 
 class Pieces:
@@ -59,180 +57,161 @@ class Pieces:
 
 
 class AnswerStream:
-    """The pieces of an answer, with its reasoning apart; see `models.reasoning`.
+    """The pieces of an answer, as its tokens come.
 
-    prompt_ids: of the prompt, which may begin the reasoning; stops: strings at which the text will
-    end. Characters that may be the beginning of a mark or a stop string are held back until it is
-    known.
+    prompt_ids: of the prompt, which may begin the reasoning; stops: strings at which the answer
+    ends; tools: those that it may call, None for none. Characters that may be the beginning of a
+    mark or a stop string are held back until it is known. has_reasoning, has_content: whether the
+    part has begun. is_plain: whether the answer is text only.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), stops: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        stops: Sequence[str] = (),
+        tools: Tools | None = None,
+        is_plain: bool = False,
     ) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
+        self._has_tools = tools is not None
         self._latest = list(prompt_ids[-CONTEXT:])
         self._pieces = Pieces(tokenizer, self._latest)
-        self._close = opened_by(tokenizer, prompt_ids)
-        self._phase: Literal["start", "reasoning", "content", "harmony", "ended"] = "start"
-        if self._close is not None:
-            self._phase = "reasoning"
-        self._held = ""
-        # The rest of the line that names Gemma 4's reasoning.
-        self._line = ""
-        # Of Harmony's format: the tokens of a message's head, and its channel once that is known.
-        self._head: list[int] = []
-        self._channel: str | None = None
-        self._harmony = {tokenizer.token_id(mark): mark for mark in HARMONY}
-        self._marks = {tokenizer.token_id(mark): mark for mark in (*MARKS, *MARKS.values())}
-        self._harmony.pop(None, None)
-        self._marks.pop(None, None)
+        marks = {
+            tokenizer.token_id(mark): mark
+            for mark in (*REASONING_MARKS, *REASONING_MARKS.values(), *HARMONY, *SPECIAL_MARKS)
+        }
+        self._special = {n: marks[n] for n in marks if n is not None and n in tokenizer.special_ids}
+        max_calls = None if tools is None else tools.max_calls
+        self._text = TextReader(self._special.values(), max_calls)
+        self._calls = CallReader(self._text, tools or Tools({}))
+        self.has_reasoning = self.has_content = False
+        self._close = None if is_plain else opened_by(tokenizer, prompt_ids)
+        self._reading = self._content() if is_plain else self._answer()
 
     def add(self, token: int) -> list[Piece]:
         """Returns the pieces that are sure with one more token."""
         self._latest = [*self._latest, token][-CONTEXT:]
-        if self._phase == "start" and self._harmony.get(token) == "<|channel|>":
-            self._phase = "harmony"
-        if self._phase == "harmony":
-            return list(self._of_harmony(token))
-        mark = self._marks.get(token)
-        if mark is not None and (pieces := self._at_mark(mark)) is not None:
-            return pieces
-        self._held += self._pieces.add(token)
-        return list(self._sure(is_last=False))
+        mark = self._special.get(token)
+        if mark is None:
+            return self.add_text(self._pieces.add(token))
+        text = self._pieces.end()
+        self._pieces = Pieces(self._tokenizer, self._latest)
+        return self.add_text(text) + self.add_text(self._text.key(mark))
+
+    def add_text(self, text: str) -> list[Piece]:
+        """Returns the pieces that are sure with more characters."""
+        self._text.buffer += text
+        return self._advance()
 
     def end(self) -> list[Piece]:
-        """Returns what was held back, at the end of the text."""
-        self._held += self._pieces.end()
-        if self._phase == "harmony":
-            return list(self._of_channel(self._taken()))
-        return list(self._sure(is_last=True))
+        """Returns the pieces that were held back, at the end of the answer."""
+        self._text.is_last = True
+        return self.add_text(self._pieces.end())
 
-    def _at_mark(self, mark: str) -> list[Piece] | None:
-        """Returns the pieces before a mark that is a token, where it begins or ends reasoning."""
-        if self._phase == "start" and mark in MARKS:
-            self._held += self._pieces.end()
-            if self._held.strip():
-                return None
-            self._begin(mark)
-            return []
-        if self._phase != "reasoning" or mark != self._close:
-            return None
-        self._held += self._pieces.end()
-        pieces = list(self._sure(is_last=True))
-        self._phase, self._pieces = "content", Pieces(self._tokenizer, self._latest)
+    def _advance(self) -> list[Piece]:
+        next(self._reading, None)
+        pieces, self._text.pieces = self._text.pieces, []
         return pieces
 
-    def _begin(self, mark: str) -> None:
-        self._phase, self._close, self._held = "reasoning", MARKS[mark], ""
-        name = NAMES.get(self._close)
-        self._line = "" if name is None else "\n" if mark.endswith(name) else f"{name}\n"
-        self._pieces = Pieces(self._tokenizer, self._latest)
-
-    def _sure(self, is_last: bool) -> Iterator[Piece]:
-        """Yields the pending characters that are final."""
-        if self._phase == "start":
-            text = self._held.lstrip()
-            possible = [mark for mark in MARKS if mark.startswith(text)]
-            open_mark = max(
-                (mark for mark in MARKS if text.startswith(mark)), key=len, default=None
-            )
-            if open_mark is not None and not any(len(mark) > len(open_mark) for mark in possible):
-                text_after = text.removeprefix(open_mark)
-                self._begin(open_mark)
-                self._held = text_after
-            elif possible and not is_last:
+    def _answer(self) -> Reading[None]:
+        text = self._text
+        if {"<|channel|>", "<|message|>"} <= {*self._special.values()}:
+            yield from text.wait(lambda: not "to=".startswith(text.buffer.lstrip()))
+            if self._is_marked or text.buffer.lstrip().startswith("to="):
+                yield from self._harmony()
                 return
+        if self._close is None:
+            self._close = yield from self._opening_mark()
+        if self._close is not None:
+            self.has_reasoning = True
+            special = [mark for mark in self._openers if text.is_special(mark)]
+            mark = yield from text.emit_until("reasoning", (self._close, *special, *self._stops))
+            if mark is None or mark in self._stops:
+                return
+            if mark != self._close:  # the model forgot to end its reasoning
+                yield from self._try(self._calls.openers[mark], mark)
+        yield from self._content()
+
+    @property
+    def _is_marked(self) -> bool:
+        return self._text.buffer.lstrip().startswith(
+            (self._text.key("<|channel|>"), self._text.key("<|start|>"))
+        )
+
+    @property
+    def _openers(self) -> tuple[str, ...]:
+        return tuple(self._calls.openers) if self._has_tools else ()
+
+    def _opening_mark(self) -> Reading[str | None]:
+        """Reads the mark that begins reasoning; returns its end mark, None without one."""
+        text = self._text
+
+        def is_known() -> bool:
+            begin = text.buffer.lstrip()
+            longer = [key for key in map(text.key, REASONING_MARKS) if len(key) > len(begin)]
+            return bool(begin) and not any(key.startswith(begin) for key in longer)
+
+        yield from text.wait(is_known)
+        begin = text.buffer.lstrip()
+        marks = [mark for mark in REASONING_MARKS if begin.startswith(text.key(mark))]
+        if not marks:
+            return None
+        mark = max(marks, key=len)
+        text.take(len(text.buffer) - len(begin))
+        text.take_mark(mark)
+        if mark.endswith("thought"):
+            yield from text.wait(lambda: bool(text.buffer))
+            text.take(int(text.buffer.startswith("\n")))
+        return REASONING_MARKS[mark]
+
+    def _content(self) -> Reading[None]:
+        """Reads text and calls up to the end."""
+        self.has_content = True
+        if self._has_tools:
+            yield from self._try(self._calls.bare, "")
+        while True:
+            mark = yield from self._text.emit_until(
+                "content", (*self._openers, *self._stops), drops_blanks=self._has_tools
+            )
+            if mark is None or mark in self._stops:
+                return
+            yield from self._try(self._calls.openers[mark], mark)
+
+    def _try(self, read: Callable[[], Reading[bool]], mark: str) -> Reading[None]:
+        """Reads calls after a mark; if there are none, the mark is text."""
+        text = self._text
+        text.begin_trial()
+        blanks, text.dropped_blanks = text.dropped_blanks, ""
+        if (yield from read()):
+            yield from text.skip(" \n\r\t")
+            return
+        text.end_trial()
+        text.emit("content", blanks + ("" if text.is_special(mark) else mark))
+
+    def _harmony(self) -> Reading[None]:
+        """Reads messages of Harmony's format: <|start|>assistant<|channel|>analysis<|message|>It
+        asks ...<|end|>. A message to a tool is a call. The others are content on the channels
+        "final" and "commentary", and reasoning on other ones."""
+        text, ends = self._text, ("<|end|>", "<|return|>", "<|call|>", "<|start|>", "<|channel|>")
+        self.has_reasoning = True
+        while True:
+            header, mark = yield from text.until("<|message|>")
+            if mark is None:
+                return
+            recipient = RECIPIENT.search(header)
+            channel = header.rpartition(text.key("<|channel|>"))[2].split()[:1]
+            if recipient is not None:
+                text.call(recipient[1])
+                mark = yield from text.emit_until("arguments", ends)
             else:
-                self._phase = "content"
-        if self._phase == "reasoning":
-            yield from self._reasoned(is_last)
-        if self._phase == "content" and self._held:
-            yield from self._until_stop("content", is_last)
-
-    def _reasoned(self, is_last: bool) -> Iterator[Piece]:
-        """Yields reasoning, up to its end mark if present."""
-        assert self._close is not None, "something ends it"
-        if self._line and not self._named(is_last):
-            return
-        before, mark, after = self._held.partition(self._close)
-        if not mark:
-            yield from self._until_stop("reasoning", is_last, self._close)
-            return
-        if before:
-            yield Piece("reasoning", before)
-        self._phase, self._held = "content", after
-
-    def _until_stop(
-        self, kind: Literal["reasoning", "content"], is_last: bool, *marks: str
-    ) -> Iterator[Piece]:
-        """Yields the pending characters, up to a stop string, or up to a possible beginning of a
-        stop string or mark."""
-        places = [position for stop in self._stops if (position := self._held.find(stop)) >= 0]
-        num_pending = 0 if is_last else _beginning_of(self._held, (*marks, *self._stops))
-        num_pending = len(self._held) - min(places) if places else num_pending
-        shown, self._held = _cut(self._held, num_pending)
-        if places:
-            self._phase, self._held = "ended", ""
-        if shown:
-            yield Piece(kind, shown)
-
-    def _named(self, is_last: bool) -> bool:
-        """Takes the line that names the reasoning from the characters that are held; returns
-        whether it has come."""
-        if self._line.startswith(self._held) and self._held != self._line and not is_last:
-            return False
-        name = self._line.removesuffix("\n")
-        self._held = self._held.removeprefix(name).removeprefix("\n")
-        self._line = ""
-        return True
-
-    def _of_harmony(self, token: int) -> Iterator[Piece]:
-        """Yields what a token of a text in Harmony's format adds."""
-        mark = self._harmony.get(token)
-        if mark is None and self._channel is None:
-            self._head.append(token)
-        elif mark is None:
-            self._held += self._pieces.add(token)
-            yield from self._of_channel(self._taken())
-        elif mark == "<|message|>":
-            self._channel = self._tokenizer.decode(self._head).split(" ")[0].strip()
-            self._head, self._pieces = [], Pieces(self._tokenizer, self._latest)
-        else:
-            if self._channel is not None:
-                self._held += self._pieces.end()
-                yield from self._of_channel(self._taken())
-            self._head, self._channel = [], None
-
-    def _of_channel(self, text: str) -> Iterator[Piece]:
-        if text:
-            yield Piece("content" if self._channel == FINAL else "reasoning", text)
-
-    def _taken(self) -> str:
-        text, self._held = self._held, ""
-        return text
-
-
-class PlainStream(AnswerStream):
-    """The pieces of a plain completion, without reasoning."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), stops: Sequence[str] = ()
-    ) -> None:
-        super().__init__(tokenizer, prompt_ids, stops)
-        self._phase, self._close = "content", None
-
-
-def _cut(text: str, kept: int) -> tuple[str, str]:
-    """Returns a text without its last characters, and these."""
-    return text[: len(text) - kept], text[len(text) - kept :]
-
-
-def _beginning_of(text: str, strings: Sequence[str]) -> int:
-    """Returns how many of a text's last characters may be the beginning of one of some strings."""
-    longest = 0
-    for string in strings:
-        for size in range(min(len(string) - 1, len(text)), longest, -1):
-            if text.endswith(string[:size]):
-                longest = size
-                break
-    return longest
+                is_content = channel == ["final"] or (
+                    channel == ["commentary"] and "to=" not in header
+                )
+                self.has_content |= is_content
+                kind: Kind = "content" if is_content else "reasoning"
+                mark = yield from text.emit_until(kind, (*ends, *self._stops))
+            if mark is None or mark in self._stops:
+                return
+            if mark == "<|channel|>":
+                text.put_back(mark)

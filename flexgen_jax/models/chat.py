@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeGuard
 
 import numpy as np
 
@@ -95,6 +95,8 @@ class ChatTemplate:
         source = self._source(options)
         try:
             chat = _normalized(messages)
+            if "developer" not in source:
+                chat = _with_system(chat)
             if not chat:
                 raise ValueError("the conversation has no message")
             final = _mark_final(chat, options.continues_final) if options.continues_final else ""
@@ -230,6 +232,24 @@ class Arguments(dict[str, Any]):
         return self._text
 
 
+class ArgumentText(str):
+    """Arguments of a tool call that are no JSON object. A template writes them as the model did."""
+
+    __slots__ = ()
+
+
+def call_arguments(value: Any) -> Any:
+    """Returns the arguments of a tool call in a message's history as templates expect them."""
+    if value is None or (isinstance(value, str) and value.strip() in ("", "null")):
+        return Arguments("{}")
+    if not isinstance(value, str):
+        return value
+    try:
+        return Arguments(value)
+    except (ValueError, RecursionError):
+        return ArgumentText(value)
+
+
 def _normalized(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Returns messages of plain data, without fields that are None, and with the reasoning under
     each name that templates know."""
@@ -248,10 +268,35 @@ def _normalized(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return chat
 
 
+def _with_system(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a conversation whose developer messages are system messages, which OpenAI's API had
+    before. A second one at the beginning is joined with the first."""
+    renamed: list[dict[str, Any]] = []
+    for message in chat:
+        if message.get("role") != "developer":
+            renamed.append(message)
+            continue
+        message = {**message, "role": "system"}
+        texts = [m.get("content") for m in (*renamed[-1:], message)]
+        if len(renamed) == 1 and renamed[0].get("role") == "system" and _are_texts(texts):
+            renamed[0] = {**renamed[0], "content": "\n\n".join(texts)}
+        else:
+            renamed.append(message)
+    return renamed
+
+
+def _are_texts(values: list[Any]) -> TypeGuard[list[str]]:
+    return all(isinstance(value, str) for value in values)
+
+
 def _plain(value: Any) -> Any:
     """Returns data in JSON's types: pydantic objects, such as those of OpenAI's library, and
     dataclasses become objects, NumPy's scalars become numbers."""
-    if value is None or isinstance(value, Arguments) or type(value) in (str, int, float, bool):
+    if (
+        value is None
+        or isinstance(value, Arguments | ArgumentText)
+        or type(value) in (str, int, float, bool)
+    ):
         return value
     if isinstance(value, str):
         return str.__str__(value)  # of an enum the text, not its name
@@ -338,6 +383,8 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes for HTML, which is wrong in a prompt."""
+    if isinstance(value, ArgumentText):
+        return str(value)
     if isinstance(indent, int) and indent > MAX_INDENT:
         raise ValueError(f"tojson has an indent of {indent}, but at most {MAX_INDENT} is allowed")
     return json.dumps(

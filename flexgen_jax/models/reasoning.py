@@ -1,109 +1,64 @@
-"""Texts that begin with a model's reasoning, between marks such as "<think>" and "</think>"."""
+"""An answer's reasoning, text and tool calls."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from flexgen_jax.models.answer_stream import AnswerStream
+from flexgen_jax.models.text_reader import Piece
 from flexgen_jax.models.tokenizer import Tokenizer
-
-MARKS = {
-    "<think>": "</think>",
-    "[THINK]": "[/THINK]",
-    "<seed:think>": "</seed:think>",
-    "<reasoning>": "</reasoning>",
-    "<|channel>thought": "<channel|>",
-    "<|channel>": "<channel|>",
-}
-"""What reasoning begins with, and what it ends with."""
-
-NAMES = {"<channel|>": "thought"}
-"""What stands on the first line of reasoning that ends with a mark: Gemma 4's."""
-
-HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
-"""Marks of Harmony's format, which are special tokens."""
-
-FINAL = "final"
-"""Harmony's channel for the user; other channels have reasoning and tool calls."""
-
-LOOKED_AT = 16
-"""Tokens at a prompt's end among which the mark is."""
+from flexgen_jax.models.tool_calls import ToolCall, Tools
 
 
-class Reasoning(NamedTuple):
-    """The two parts of a text. content: the text after the reasoning, None without an end mark."""
+class Answer(NamedTuple):
+    """The parts of an answer. reasoning: None without; content: None where the reasoning did not
+    end, or where there are only calls."""
 
-    reasoning: str
+    reasoning: str | None
     content: str | None
-
-
-def opened_by(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str | None:
-    """Returns the mark that will end the reasoning which a prompt begins; None if it begins
-    none."""
-    ids = prompt_ids[-LOOKED_AT:]
-    end = b"".join(map(tokenizer.piece, ids)).decode(errors="replace").rstrip()
-    return next((close for mark, close in MARKS.items() if end.endswith(mark)), None)
-
-
-def channels_of(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[tuple[str, str]]:
-    """Returns the messages of a text in Harmony's format, that of gpt-oss, as pairs of a channel
-    and a body: "<|channel|>analysis<|message|>It asks ...<|end|><|start|>assistant<|channel|>final
-    <|message|>Hello" has ("analysis", "It asks ...") and ("final", "Hello"). A text in another
-    format has no messages.
-    """
-    channel, message = (tokenizer.token_id(mark) for mark in ("<|channel|>", "<|message|>"))
-    if channel is None or message is None or not token_ids or token_ids[0] != channel:
-        return []
-    marks = {tokenizer.token_id(mark) for mark in HARMONY}
-    messages, name, ids = list[tuple[str, str]](), "", list[int]()
-    is_body = False
-    for token in (*token_ids, channel):
-        if token not in marks:
-            ids.append(token)
-            continue
-        if is_body:
-            messages.append((name, tokenizer.decode(ids)))
-        elif token == message:
-            name = tokenizer.decode(ids).split(" ")[0].strip()
-        is_body, ids = token == message, []
-    return messages
+    calls: tuple[ToolCall, ...] = ()
 
 
 def split_reasoning(
-    tokenizer: Tokenizer, prompt_ids: Sequence[int], token_ids: Sequence[int], text: str
-) -> Reasoning | None:
-    """Returns a text's reasoning and the rest, if the prompt or the text begins with the mark; None
-    without. token_ids: the text's tokens, which have marks that are special tokens, and the text
-    has not."""
-    channels = channels_of(tokenizer, token_ids)
-    if channels:
-        thought = "".join(body for name, body in channels if name != FINAL)
-        answers = [body for name, body in channels if name == FINAL]
-        return Reasoning(thought, "".join(answers) if answers else None)
-    close, name = opened_by(tokenizer, prompt_ids), ""
-    if close is None:
-        mark = next((mark for mark in MARKS if text.lstrip().startswith(mark)), None)
-        hidden = next(
-            (m for m in MARKS if token_ids and tokenizer.token_id(m) == token_ids[0]), None
-        )
-        if mark is None and hidden is None:
-            return None
-        close = MARKS[mark or hidden or ""]
-        name = NAMES.get(close, "")
-        text = text.lstrip().removeprefix(mark) if mark else text
-    reasoning, content = _divided(tokenizer, token_ids, text, close)
-    return Reasoning(reasoning.removeprefix(name).removeprefix("\n" if name else ""), content)
+    tokenizer: Tokenizer,
+    prompt_ids: Sequence[int],
+    token_ids: Sequence[int],
+    text: str,
+    tools: Tools | None = None,
+) -> Answer | None:
+    """Returns the parts of an answer: the pieces of its `AnswerStream`, joined. None if it has
+    neither reasoning nor calls.
+
+    text: the answer, which a stop string may have cut off. tools: those that it may call.
+    """
+    stream = AnswerStream(tokenizer, prompt_ids, tools=tools)
+    pieces = [piece for token in token_ids for piece in stream.add(token)] + stream.end()
+    texts = {
+        kind: "".join(piece.text for piece in pieces if piece.kind == kind)
+        for kind in ("reasoning", "content")
+    }
+    calls = joined_calls(pieces)
+    if not stream.has_reasoning and not calls:
+        return None
+    num_cut = len(tokenizer.decode(token_ids, before=prompt_ids)) - len(text)
+    if num_cut > 0 and not calls:  # by a stop string
+        last = "content" if texts["content"] else "reasoning"
+        texts[last] = texts[last][: -num_cut or None]
+    has_content = texts["content"] or (stream.has_content and not calls)
+    return Answer(
+        reasoning=texts["reasoning"] if stream.has_reasoning else None,
+        content=texts["content"] if has_content else None,
+        calls=calls,
+    )
 
 
-def _divided(
-    tokenizer: Tokenizer, token_ids: Sequence[int], text: str, close: str
-) -> tuple[str, str | None]:
-    """Returns the text before and after the mark `close`; without the mark, the second is None."""
-    if close in text:
-        reasoning, _, content = text.partition(close)
-        return reasoning, content
-    end = tokenizer.token_id(close)
-    if end not in token_ids:
-        return text, None
-    reasoning = tokenizer.decode(token_ids[: token_ids.index(end)])
-    return reasoning, text.removeprefix(reasoning)
+def joined_calls(pieces: Iterable[Piece]) -> tuple[ToolCall, ...]:
+    """Returns the calls of an answer's pieces."""
+    calls: list[ToolCall] = []
+    for piece in pieces:
+        if piece.kind == "call":
+            calls.append(ToolCall(piece.text, "", piece.call_id))
+        elif piece.kind == "arguments":
+            calls[-1] = calls[-1]._replace(arguments=calls[-1].arguments + piece.text)
+    return tuple(calls)

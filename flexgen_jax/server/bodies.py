@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
@@ -13,11 +14,13 @@ from typing import Any
 from flexgen_jax.engine.llm import LLM
 from flexgen_jax.engine.outputs import RequestOutput
 from flexgen_jax.engine.requests import Request
-from flexgen_jax.jobs.answers import answer
+from flexgen_jax.jobs.answers import answer, call_id, tool_calls
 from flexgen_jax.jobs.job import CHAT_TOKENS
 from flexgen_jax.jobs.lines import MAX_CHOICES, Line, LineError, read_line
-from flexgen_jax.models.answer_stream import AnswerStream, PlainStream
+from flexgen_jax.models.answer_stream import AnswerStream
 from flexgen_jax.models.chat import ChatOptions
+from flexgen_jax.models.text_reader import Piece
+from flexgen_jax.models.tool_calls import ToolCall
 from flexgen_jax.server.errors import RefusedError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -85,6 +88,7 @@ class Asked:
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
         self._llm = llm
+        self._num_calls: Counter[int] = Counter()
         temperature = body.get("temperature")
         if isinstance(temperature, int | float) and temperature > MAX_TEMPERATURE:
             message = f'"temperature" must be at most {MAX_TEMPERATURE}, not {temperature}'
@@ -117,9 +121,8 @@ class Asked:
         tokenizer = self._llm.tokenizer
         assert tokenizer is not None, "the model has texts"
         stops = self._llm.resolved(request.sampling_params, len(prompt_ids)).stop
-        if self.line.form == "chat":
-            return AnswerStream(tokenizer, prompt_ids, stops)
-        return PlainStream(tokenizer, prompt_ids, stops)
+        is_plain = self.line.form != "chat"
+        return AnswerStream(tokenizer, prompt_ids, stops, self.line.tools, is_plain)
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """Returns a piece of an answer."""
@@ -138,14 +141,25 @@ class Asked:
         if self.line.form == "chat":
             yield self.chunk([self._choice(index, {"role": "assistant", "content": ""})])
 
-    def pieces(self, index: int, pieces: list[Any]) -> Iterator[dict[str, Any]]:
+    def pieces(self, index: int, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
         """Yields chunks of pieces of a text."""
-        for piece_kind, text in pieces:
-            name = "content" if piece_kind == "content" else "reasoning_content"
+        for piece in pieces:
             if self.line.form == "chat":
-                yield self.chunk([self._choice(index, {name: text})])
+                yield self.chunk([self._choice(index, self._delta(index, piece))])
             else:
-                yield self.chunk([self._plain(index, text)])
+                yield self.chunk([self._plain(index, piece.text)])
+
+    def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
+        """Returns a piece as a change of a message."""
+        if piece.kind in ("content", "reasoning"):
+            return {"content" if piece.kind == "content" else "reasoning_content": piece.text}
+        if piece.kind == "arguments":
+            number = self._num_calls[index] - 1
+            return {"tool_calls": [{"index": number, "function": {"arguments": piece.text}}]}
+        number = self._num_calls[index]
+        self._num_calls[index] += 1
+        call = ToolCall(piece.text, "", piece.call_id or call_id(f"{self.id} {index}", number))
+        return {"tool_calls": [{"index": number, **tool_calls([call], self.id)[0]}]}
 
     def closing(self, index: int, result: RequestOutput) -> dict[str, Any]:
         """Returns the last chunk of a text, which says why it ended, with its log-probabilities if
@@ -154,7 +168,9 @@ class Asked:
         if result.logprobs is not None:
             logprobs = self.answer([result])["choices"][0]["logprobs"]
         if self.line.form == "chat":
-            return self.chunk([self._choice(index, {}, result.finish_reason, logprobs)])
+            has_calls = self._num_calls[index] > 0 and result.finish_reason == "stop"
+            reason = "tool_calls" if has_calls else result.finish_reason
+            return self.chunk([self._choice(index, {}, reason, logprobs)])
         return self.chunk([self._plain(index, "", result.finish_reason, logprobs)])
 
     def usage(self, results: list[RequestOutput]) -> dict[str, Any]:

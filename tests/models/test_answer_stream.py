@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_jax.models.answer_stream import AnswerStream, Piece
+from flexgen_jax.models.answer_stream import AnswerStream
 from flexgen_jax.models.loading import shipped_model
-from flexgen_jax.models.reasoning import HARMONY, split_reasoning
+from flexgen_jax.models.marks import HARMONY
+from flexgen_jax.models.reasoning import split_reasoning
+from flexgen_jax.models.text_reader import Piece
 from flexgen_jax.models.tokenizer import Tokenizer
 from tests.helpers.cases import examples
 from tests.helpers.models import tokenizer_with
@@ -100,10 +102,10 @@ def test_nothing_comes_after_a_stop_string(tokenizer: Tokenizer) -> None:
     assert streamed(tokenizer, ids, "<think>", stops=["END"]) == ("a ", "")
 
 
-def test_the_name_of_reasoning_is_left_out_of_plain_marks(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("size", [1, 3, 99])
+def test_the_name_of_reasoning_is_left_out_of_plain_marks(size: int) -> None:
     """Where marks are no tokens, and in whatever pieces they come."""
-    stream = AnswerStream(tokenizer)
-    stream._held = "<|channel>thought"
-    made = [*stream._sure(is_last=False)]
-    stream._held += "\nSo.<channel|>Hi"
-    assert joined([*made, *stream._sure(is_last=True)]) == ("So.", "Hi")
+    text = "<|channel>thought\nSo.<channel|>Hi"
+    stream = AnswerStream(Tokenizer(shipped_model(), None))
+    made = [x for n in range(0, len(text), size) for x in stream.add_text(text[n : n + size])]
+    assert joined([*made, *stream.end()]) == ("So.", "Hi")

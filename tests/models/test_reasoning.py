@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from flexgen_jax.models.reasoning import HARMONY, Reasoning, split_reasoning
+from flexgen_jax.models.marks import HARMONY
+from flexgen_jax.models.reasoning import Answer, split_reasoning
 from flexgen_jax.models.tokenizer import Tokenizer
+from flexgen_jax.models.tool_calls import ToolCall
 from tests.helpers.models import tokenizer_with
 
 MARKS = (*HARMONY, "<|channel>", "<channel|>")
@@ -22,21 +24,21 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         (
             "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final"
             "<|message|>Hi<|return|>",
-            Reasoning("So.", "Hi"),
+            Answer("So.", "Hi"),
         ),
-        ("<|channel|>final<|message|>Hi", Reasoning("", "Hi")),
-        ("<|channel|>analysis<|message|>So", Reasoning("So", None)),
+        ("<|channel|>final<|message|>Hi", Answer("", "Hi")),
+        ("<|channel|>analysis<|message|>So", Answer("So", None)),
         (
             "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary "
             "to=functions.x <|constrain|>json<|message|>x<|call|>",
-            Reasoning("ax", None),
+            Answer("a", None, (ToolCall("x", "x"),)),
         ),
         ("Hi", None),
-        ("<|channel>thought\nSo.<channel|>Hi", Reasoning("So.", "Hi")),
-        ("<|channel>thought\nSo", Reasoning("So", None)),
+        ("<|channel>thought\nSo.<channel|>Hi", Answer("So.", "Hi")),
+        ("<|channel>thought\nSo", Answer("So", None)),
     ],
 )
-def test_channels_are_apart(tokenizer: Tokenizer, written: str, expected: Reasoning | None) -> None:
+def test_channels_are_apart(tokenizer: Tokenizer, written: str, expected: Answer | None) -> None:
     ids = tokenizer.encode(written, is_whole=True)
     assert split_reasoning(tokenizer, [], ids, tokenizer.decode(ids)) == expected
 
@@ -44,12 +46,12 @@ def test_channels_are_apart(tokenizer: Tokenizer, written: str, expected: Reason
 @pytest.mark.parametrize(
     ("prompt", "expected"),
     [
-        ("model<|channel>thought", Reasoning("So.", "Hi")),
+        ("model<|channel>thought", Answer("So.", "Hi")),
         ("model<|channel>thought<channel|>", None),
     ],
 )
 def test_a_prompt_may_begin_the_reasoning(
-    tokenizer: Tokenizer, prompt: str, expected: Reasoning | None
+    tokenizer: Tokenizer, prompt: str, expected: Answer | None
 ) -> None:
     """Or end it, where the user asks for none."""
     given = tokenizer.encode(prompt, is_whole=True)
