@@ -60,6 +60,25 @@ DRAIN_S = 30
 @click.option(
     "--gen-len", type=click.IntRange(1), default=512, help="Plan for this number of new tokens."
 )
+@click.option(
+    "--keep-alive",
+    type=click.IntRange(1),
+    default=75,
+    metavar="SECONDS",
+    help="Keep idle connections open for this time.",
+)
+@click.option(
+    "--allow-origin",
+    multiple=True,
+    metavar="URL",
+    help="Origin of a web app that may use the server, e.g. http://localhost:3000, or *; may be "
+    "repeated.",
+)
+@click.option(
+    "--strict-fields",
+    is_flag=True,
+    help="Reject requests with unknown fields, which are ignored by default.",
+)
 @model_options
 @policy_options
 def serve(
@@ -72,6 +91,9 @@ def serve(
     files_dir: Path,
     prompt_len: int,
     gen_len: int,
+    keep_alive: int,
+    allow_origin: tuple[str, ...],
+    strict_fields: bool,
     **flags: Any,
 ) -> None:
     """Serve a model with OpenAI's API at http://HOST:PORT/v1.
@@ -103,6 +125,9 @@ def serve(
             most=max_waiting,
             folder=files_dir.expanduser(),
             lengths=(prompt_len, gen_len),
+            is_local=api_key is None and _is_loopback(host),
+            allowed_origins=allow_origin,
+            is_strict=strict_fields,
         )
         server = Server(llm, served)
         config = uvicorn.Config(
@@ -111,10 +136,12 @@ def serve(
             port=port,
             log_level="warning",
             timeout_graceful_shutdown=DRAIN_S,
+            timeout_keep_alive=keep_alive,
             http=PatientProtocol,
             h11_max_incomplete_event_size=64 << 10,
         )
         running = Announced(config, server.names[0])
+        server.engine.on_broken = lambda: setattr(running, "should_exit", True)
         before = signal.signal(signal.SIGTERM, end)
         try:
             running.run(sockets=[listening])
@@ -123,8 +150,8 @@ def serve(
         finally:
             signal.signal(signal.SIGTERM, before)
             server.engine.stop()
-        if not running.started:
-            sys.exit(1)
+        if not running.started or server.engine.is_broken:
+            sys.exit(1)  # such as for systemd, which restarts it
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -15,7 +15,7 @@ import click
 from flexgen_jax.engine.llm import LLM
 from flexgen_jax.engine.outputs import RequestOutput
 from flexgen_jax.engine.sampling import SamplingParams
-from flexgen_jax.models.answer_stream import AnswerStream
+from flexgen_jax.models.answer_stream import AnswerStream, PlainStream
 from flexgen_jax.models.text_reader import Piece
 
 
@@ -69,7 +69,7 @@ def show_text(
     tokenizer = llm.tokenizer
     assert tokenizer is not None, "the prompt was encoded"
     stops = llm.resolved(params, len(ids)).stop
-    stream = AnswerStream(tokenizer, ids, stops, is_plain=not has_reasoning)
+    stream = (AnswerStream if has_reasoning else PlainStream)(tokenizer, ids, stops)
     shown = Shown(stream, begin)
     (result,) = llm.generate(
         prompt_token_ids=[ids],

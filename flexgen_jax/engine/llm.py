@@ -156,6 +156,12 @@ class LLM(TextModel):
         latest = self._serving.latest
         return list(latest.unfinished()) if latest is not None else []
 
+    @property
+    def latest_logprob(self) -> TokenLogprob | None:
+        """The log-probabilities of the token that `on_token` is called with, if the request asked
+        for them."""
+        return None if self._serving.latest is None else self._serving.latest.latest_logprob
+
     def untaken(self) -> list[RequestOutput]:
         """Returns the finished results of the current or last stream that were not yielded; see
         `unfinished`."""
@@ -242,6 +248,10 @@ class LLM(TextModel):
                 raise feed.error
         finally:
             feed.close()
+
+    def check(self, request: Request) -> list[int]:
+        """Returns a request's prompt as token ids; raises `UserError` for one that cannot run."""
+        return list(self._prompts.of_single()(request, 0).given_ids)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request with the tokens that it has, from `on_token` or another thread; its result

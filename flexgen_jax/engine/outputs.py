@@ -103,6 +103,7 @@ class Generation:
         self._recent: OrderedDict[str, None] = OrderedDict()
         self._finished = Done()
         self.on_later: Callable[[Sequence[EncodedRequest]], object] = lambda requests: None
+        self.latest_logprob: TokenLogprob | None = None
         self.texts: dict[EncodedRequest, int] | None = {}
         self.num_tokens = 0
 
@@ -194,6 +195,8 @@ class Generation:
             sequence.matcher.take(token)
         self.num_tokens += 1
         if self._on_token is not None and len(sequence.ids) > sequence.shown:
+            has_logprob = request.params.logprobs is not None
+            self.latest_logprob = sequence.logprobs[-1] if has_logprob else None
             sequence.shown += 1
             self._on_token(request.id, token)
         result = self._ended(sequence)
@@ -214,7 +217,8 @@ class Generation:
         if sequence.ids[-1] in self._eos_ids and not params.ignore_eos:
             return self._result(sequence, "stop")
         is_stop = self._texts.is_special_stop(sequence.ids, params.stop)
-        if is_stop or sequence.ids[-1] in params.end_ids:
+        is_stop = is_stop or sequence.ids[-1] in params.end_ids
+        if is_stop and self._texts.content_begin(request, sequence.ids) is not None:
             return self._result(sequence, "stop")
         if sequence.matcher is not None and sequence.matcher.is_done:
             return self._result(sequence, "stop")

@@ -102,7 +102,10 @@ class PromptReader:
                 failures[index] = failed(Request(str(index), ""), str(prompt))
                 continue
             text, ids = prompt
-            request = Request(str(index), text, ids if text is None else None, choice)
+            is_chat = text is not None and ids is not None
+            request = Request(
+                str(index), text, ids if text is None else None, choice, is_chat=is_chat
+            )
             encoded = encoded_or_failed(partial(self._encoder.encode, ids=ids), request, index)
             if isinstance(encoded, RequestOutput):
                 failures[index] = encoded

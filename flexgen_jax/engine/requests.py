@@ -32,8 +32,9 @@ class Request:
     a text, or else prompt_token_ids: its token ids. prefix: the text, or token ids, of a prefix
     shared with other prompts: instructions, or examples. Its KV cache is then computed and stored
     once for all prompts; it changes no result. continued: tokens of the text that an earlier run
-    has made; the prompt continues after it. place: a number that random draws follow from, with the
-    seed; None is the request's place among all.
+    has made; the prompt continues after it. is_chat: whether the text answers a conversation, so
+    that stop strings and `stop_token_ids` count after its reasoning only. place: a number that
+    random draws follow from, with the seed; None is the request's place among all.
     """
 
     id: str
@@ -43,6 +44,7 @@ class Request:
     prefix: Prefix | None = None
     continued: Sequence[int] = ()
     place: int | None = None
+    is_chat: bool = False
 
 
 NOTHING = -1
@@ -61,7 +63,8 @@ class EncodedRequest:
     tokens are of the text, made by an earlier run; place: what its random draws follow from, None
     for the index; branches: the continuations at the prompt's end; `scored` then has the token
     after each of their tokens, and `NOTHING` for padding; later: tokens after `max_tokens`, for
-    which the whole sequence is computed again, because longrope changes its frequencies there.
+    which the whole sequence is computed again, because longrope changes its frequencies there;
+    is_chat: as given.
     """
 
     index: int
@@ -78,6 +81,7 @@ class EncodedRequest:
     scored: tuple[int, ...] = ()
     branches: Branches | None = None
     later: int = 0
+    is_chat: bool = False
 
     @property
     def whole_limit(self) -> int:
@@ -300,6 +304,7 @@ class Encoder:
             shared=shared_tokens(ids, self._prefix(request.prefix)) if self._shares else (),
             continued=len(earlier_ids),
             place=request.place,
+            is_chat=request.is_chat,
         )
         return divided(encoded, config.short_positions)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexgen_jax.engine.requests import EncodedRequest
+from flexgen_jax.models.reasoning import split_reasoning
 from flexgen_jax.models.tokenizer import Tokenizer
 
 EXTRA = 8
@@ -45,9 +46,23 @@ class Texts:
             end = self._tokenizer.decode(latest)
             if not any(stop in end for stop in stops):
                 return None
-        text = self.decode(request, ids)
-        places = [place for stop in stops if (place := text.find(stop)) >= 0]
+        text, begin = self.decode(request, ids), self.content_begin(request, ids)
+        if begin is None:
+            return None
+        places = [place for stop in stops if (place := text.find(stop, begin)) >= 0]
         return text[: min(places)] if places else None
+
+    def content_begin(self, request: EncodedRequest, ids: Sequence[int]) -> int | None:
+        """Returns the number of characters before the text that stop strings count in: the
+        reasoning of an answer; None as long as it has not ended."""
+        if not request.is_chat or self._tokenizer is None:
+            return 0
+        answer = split_reasoning(
+            self._tokenizer, request.given_ids, ids, text := self.decode(request, ids)
+        )
+        if answer is None:
+            return 0
+        return None if answer.content is None else len(text) - len(answer.content)
 
     def _may_end(self, token: int, stops: Sequence[str]) -> bool:
         """Returns whether a stop string may end within a token's text. Most tokens have no part of

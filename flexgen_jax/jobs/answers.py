@@ -104,21 +104,31 @@ def _plain(
 def _completion_choice(
     index: int, result: RequestOutput, line: Line, model: TextModel
 ) -> dict[str, Any]:
-    choice = {"index": index, "text": result.text, "finish_reason": result.finish_reason}
+    return {
+        "index": index,
+        "text": result.text,
+        "finish_reason": result.finish_reason,
+        "logprobs": logprobs_of(result, line, model),
+    }
+
+
+def logprobs_of(result: RequestOutput, line: Line, model: TextModel) -> dict[str, Any] | None:
+    """Returns the log-probabilities of a result's tokens in OpenAI's form; None without any."""
     if result.logprobs is None:
-        return {**choice, "logprobs": None}
+        return None
+    pairs = list(zip(result.token_ids, result.logprobs, strict=True))
+    if line.form == "chat":
+        return {"content": [_chat_token(n, x, line, model) for n, x in pairs], "refusal": None}
 
     def name(token: int) -> str:
         return _by_id(token) if line.names_by_id else _shown(model.piece(token), "bytes:")
 
-    pairs = list(zip(result.token_ids, result.logprobs, strict=True))
-    logprobs = {
+    return {
         "tokens": [name(token) for token in result.token_ids],
         "token_logprobs": [x.logprob for x in result.logprobs],
         "top_logprobs": [_by_name(token, x, name) for token, x in pairs],
         "text_offset": _offsets(result.token_ids, model),
     }
-    return {**choice, "logprobs": logprobs}
 
 
 def _offsets(token_ids: Sequence[int], model: TextModel) -> list[int]:
@@ -155,23 +165,18 @@ def _shown(piece: bytes, before_bytes: str = "") -> str:
 
 
 def _chat_choice(index: int, result: RequestOutput, line: Line, model: TextModel) -> dict[str, Any]:
-    logprobs = None
-    if result.logprobs is not None:
-        pairs = zip(result.token_ids, result.logprobs, strict=True)
-        content = [_chat_token(token, x, line, model) for token, x in pairs]
-        logprobs = {"content": content, "refusal": None}
     message: dict[str, Any] = {"role": "assistant", "content": result.text, "refusal": None}
     parts = model.answer(result, line.tools)
     if parts is not None:
         message["content"] = parts.content
-        if parts.reasoning is not None:
+        if parts.reasoning is not None and line.shows_reasoning:
             message["reasoning_content"] = parts.reasoning
         if parts.calls:
             message["tool_calls"] = tool_calls(parts.calls, f"{line.name} {index}")
     return {
         "index": index,
         "message": message,
-        "logprobs": logprobs,
+        "logprobs": logprobs_of(result, line, model),
         "finish_reason": finish_reason(result, parts),
     }
 

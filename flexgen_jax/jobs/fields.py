@@ -39,15 +39,15 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "moderation": (),
-    "web_search_options": (),
+    "web_search_options": ({},),
     "functions": ([],),
     "function_call": ("none", "auto"),
+    "typical_p": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
-    "include_reasoning": (True,),
     "return_token_ids": (False,),
     "detokenize": (True,),
     "truncate_prompt_tokens": (),
@@ -64,6 +64,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Fields that may be null or have these values, without an effect; other values are not
 supported."""
 
+OTHER_NAMES = {"repeat_penalty": "repetition_penalty"}
+"""Fields of other servers, llama.cpp's, that have a name here."""
+
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of parts of messages that are texts, and the field that has the text."""
 
@@ -72,6 +75,16 @@ def without_neutral(body: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a body's fields less those that are null or ask for nothing; raises `ValueError` that
     names an unsupported field."""
     values = {key: value for key, value in body.items() if value is not None}
+    for key, name in OTHER_NAMES.items():
+        if key in values:
+            values.setdefault(name, values.pop(key))
+    for key, variable in (("reasoning", "effort"), ("thinking", "type")):
+        wish = values.get(key)
+        value = values.pop(key).get(variable) if isinstance(wish, dict) else None
+        if key == "reasoning" and isinstance(value, str):
+            values.setdefault("reasoning_effort", value)
+        elif value in ("enabled", "disabled"):
+            values.setdefault("enable_thinking", value == "enabled")
     for key in IGNORED:
         values.pop(key, None)
     for key, allowed in NEUTRAL.items():

@@ -278,6 +278,7 @@ class Job:
                 prompt_token_ids=ids,
                 sampling_params=line.params,
                 continued=tuple(earlier.get("tokens", ())),
+                is_chat=line.messages is not None,
                 place=choice if line.has_seed else line.number * MAX_CHOICES + choice,
             )
             logprobs = [read_logprob(x) for x in earlier.get("logprobs", ())]

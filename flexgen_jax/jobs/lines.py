@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
@@ -30,7 +30,14 @@ DEFAULT_TOKENS = 16
 """New tokens of a completion that does not say how many, as in OpenAI's API."""
 
 SOURCES = ("prompt", "prompt_token_ids", "messages")
-NAMED = ("stop", "logit_bias", "n", "return_tokens_as_token_ids", "parallel_tool_calls")
+NAMED = (
+    "stop",
+    "logit_bias",
+    "n",
+    "return_tokens_as_token_ids",
+    "parallel_tool_calls",
+    "include_reasoning",
+)
 """Fields of all forms besides the sampling parameters `IN_REQUESTS`."""
 
 
@@ -67,6 +74,7 @@ class Line:
     chat: ChatOptions | None = None
     names_by_id: bool = False
     has_parallel_calls: bool = True
+    shows_reasoning: bool = True
 
     @property
     def tools(self) -> Tools | None:
@@ -85,11 +93,21 @@ class Line:
         return LineError(message, self.name, self.form == "plain")
 
 
-def read_line(content: bytes, number: int, chat_tokens: int | None, seed: int) -> Line:
+OnUnknown = Callable[[str], object]
+"""Called with the name of an unknown field, which is then ignored."""
+
+
+def read_line(
+    content: bytes,
+    number: int,
+    chat_tokens: int | None,
+    seed: int,
+    on_unknown: OnUnknown | None = None,
+) -> Line:
     """Returns what a line asks for; raises `LineError` with the problem.
 
     chat_tokens: default number of new tokens of a conversation, None for the model folder's
-    default; seed: for requests without one.
+    default; seed: for requests without one. on_unknown: None refuses unknown fields.
     """
     raw = _object(content)
     is_openai, name = _named(raw)
@@ -99,7 +117,7 @@ def read_line(content: bytes, number: int, chat_tokens: int | None, seed: int) -
             which = "custom_id" if is_openai else "id"
             raise LineError(f'"{which}" must be a non-empty string, not {name!r}')
         if is_openai:
-            return _from_openai(raw, name, number, chat_tokens, seed)
+            return _from_openai(raw, name, number, chat_tokens, seed, on_unknown)
         return _from_plain(raw, name, number, chat_tokens, seed)
     except LineError as error:
         raise LineError(str(error), line_id, not is_openai) from None
@@ -143,7 +161,12 @@ def _no_number(name: str) -> NoReturn:
 
 
 def _from_openai(
-    raw: dict[str, Any], name: str, number: int, tokens: int | None, seed: int
+    raw: dict[str, Any],
+    name: str,
+    number: int,
+    tokens: int | None,
+    seed: int,
+    on_unknown: OnUnknown | None,
 ) -> Line:
     _know(raw, {"custom_id", "method", "url", "body"})
     if raw.get("method", "POST") != "POST":
@@ -172,6 +195,11 @@ def _from_openai(
     prompts, messages, chat = take(fields, params, tokens)
     if messages is not None:
         messages = tuple(map(_with_arguments, messages))
+    known = {*IN_REQUESTS, *NAMED}
+    if on_unknown is not None:
+        for key in sorted({*fields} - known):
+            on_unknown(key)
+        fields = {key: value for key, value in fields.items() if key in known}
     return _line(fields, params, (number, name, form, prompts, messages, chat), seed, model)
 
 
@@ -206,6 +234,7 @@ def _chat_options(fields: dict[str, Any]) -> ChatOptions | None:
         "add_generation_prompt": bool,
         "continue_final_message": bool,
         "reasoning_effort": str,
+        "enable_thinking": bool,
     }
     named = {name: fields.pop(name) for name in kinds if name in fields}
     for name, value in named.items():
@@ -218,8 +247,9 @@ def _chat_options(fields: dict[str, Any]) -> ChatOptions | None:
     if not named:
         return None
     variables = dict(named.get("chat_template_kwargs") or {})
-    if "reasoning_effort" in named:
-        variables.setdefault("reasoning_effort", named["reasoning_effort"])
+    for name in ("reasoning_effort", "enable_thinking"):
+        if name in named:
+            variables.setdefault(name, named[name])
     continues = named.get("continue_final_message", False)
     if continues and named.get("add_generation_prompt"):
         raise LineError('"continue_final_message" and "add_generation_prompt" cannot be combined')
@@ -343,8 +373,9 @@ def _line(
     if not isinstance(names_by_id, bool):
         raise LineError('"return_tokens_as_token_ids" must be true or false')
     is_parallel = fields.get("parallel_tool_calls", True)
-    if not isinstance(is_parallel, bool):
-        raise LineError('"parallel_tool_calls" must be true or false')
+    for name in ("parallel_tool_calls", "include_reasoning"):
+        if not isinstance(fields.get(name, True), bool):
+            raise LineError(f'"{name}" must be true or false')
     params |= {key: fields[key] for key in IN_REQUESTS if key in fields}
     params["seed"] = fields.get("seed", seed)
     if not isinstance(params.get("ignore_eos", False), bool):
@@ -352,6 +383,7 @@ def _line(
     stop = fields.get("stop", ())
     if not isinstance(stop, str | list | tuple):
         raise LineError(f'"stop" must be a string or a list of strings, not {stop!r}')
+    stop = [text for text in ([stop] if isinstance(stop, str) else stop) if text != ""]
     if "logit_bias" in fields:
         params["logit_bias"] = _biases(fields["logit_bias"])
     count = fields.get("n", 1)
@@ -376,6 +408,7 @@ def _line(
         chat=chat,
         names_by_id=names_by_id,
         has_parallel_calls=is_parallel,
+        shows_reasoning=fields.get("include_reasoning", True),
     )
 
 

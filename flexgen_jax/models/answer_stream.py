@@ -13,6 +13,12 @@ from flexgen_jax.models.tool_calls import SPECIAL_MARKS, CallReader, Tools
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """The decoding of bytes that do not form a whole character yet."""
 
+MAX_CHARACTER_BYTES = 4
+"""Bytes of a character in UTF-8: so many undecodable bytes at the end may become one."""
+
+MAX_PENDING_TOKENS = 16
+"""Tokens without a whole character at their end, after which their text is taken as it is."""
+
 RECIPIENT = re.compile(r"to=functions\.([\w.\-]+)")
 """The tool that a message in Harmony's format calls."""
 
@@ -29,9 +35,9 @@ class Pieces:
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
+        # Tokens of the context and then of the text, and characters of the text that were returned.
         self._ids = list(before[-CONTEXT:])
-        # The number of tokens already returned, and the first token to decode.
-        self._shown, self._start = len(self._ids), 0
+        self._num_context, self._num_shown = len(self._ids), 0
 
     def add(self, token: int) -> str:
         """Returns the characters that are sure now."""
@@ -43,26 +49,26 @@ class Pieces:
         return self._new(is_last=True)
 
     def _new(self, is_last: bool) -> str:
-        before = self._tokenizer.decode(self._ids[self._start : self._shown])
-        text = self._tokenizer.decode(self._ids[self._start :])
-        if text.endswith(UNFINISHED) and not is_last:
-            return ""
-        new_text = text[len(before) :]
-        if new_text or is_last:
-            self._start = max(self._start, self._shown - CONTEXT)
-            self._shown = len(self._ids)
-            del self._ids[: self._start]
-            self._shown, self._start = self._shown - self._start, 0
+        before = self._tokenizer.decode(self._ids[: self._num_context])
+        text = self._tokenizer.decode(self._ids)[len(before) :]
+        num_pending = len(text) - len(text.rstrip(UNFINISHED))
+        is_long = len(self._ids) - self._num_context > MAX_PENDING_TOKENS
+        held = 0 if is_last or is_long else min(num_pending, MAX_CHARACTER_BYTES)
+        new_text = text[self._num_shown : len(text) - held]
+        self._num_shown += len(new_text)
+        if not held and text:  # what was read is the context of what follows
+            self._ids = self._ids[-CONTEXT:]
+            self._num_context, self._num_shown = len(self._ids), 0
         return new_text
 
 
 class AnswerStream:
     """The pieces of an answer, as its tokens come.
 
-    prompt_ids: of the prompt, which may begin the reasoning; stops: strings at which the answer
-    ends; tools: those that it may call, None for none. Characters that may be the beginning of a
-    mark or a stop string are held back until it is known. has_reasoning, has_content: whether the
-    part has begun. is_plain: whether the answer is text only.
+    prompt_ids: of the prompt, which may begin the reasoning; stops: strings at which the text after
+    the reasoning ends; tools: those that it may call, None for none. Characters that may be the
+    beginning of a mark or a stop string are held back until it is known. has_reasoning,
+    has_content: whether the part has begun.
     """
 
     def __init__(
@@ -71,7 +77,6 @@ class AnswerStream:
         prompt_ids: Sequence[int] = (),
         stops: Sequence[str] = (),
         tools: Tools | None = None,
-        is_plain: bool = False,
     ) -> None:
         self._tokenizer, self._stops = tokenizer, tuple(stops)
         self._has_tools = tools is not None
@@ -86,8 +91,8 @@ class AnswerStream:
         self._text = TextReader(self._special.values(), max_calls)
         self._calls = CallReader(self._text, tools or Tools({}))
         self.has_reasoning = self.has_content = False
-        self._close = None if is_plain else opened_by(tokenizer, prompt_ids)
-        self._reading = self._content() if is_plain else self._answer()
+        self._close = opened_by(tokenizer, prompt_ids)
+        self._reading = self._answer()
 
     def add(self, token: int) -> list[Piece]:
         """Returns the pieces that are sure with one more token."""
@@ -126,8 +131,8 @@ class AnswerStream:
         if self._close is not None:
             self.has_reasoning = True
             special = [mark for mark in self._openers if text.is_special(mark)]
-            mark = yield from text.emit_until("reasoning", (self._close, *special, *self._stops))
-            if mark is None or mark in self._stops:
+            mark = yield from text.emit_until("reasoning", (self._close, *special))
+            if mark is None:
                 return
             if mark != self._close:  # the model forgot to end its reasoning
                 yield from self._try(self._calls.openers[mark], mark)
@@ -210,8 +215,19 @@ class AnswerStream:
                 )
                 self.has_content |= is_content
                 kind: Kind = "content" if is_content else "reasoning"
-                mark = yield from text.emit_until(kind, (*ends, *self._stops))
+                stops = self._stops if is_content else ()
+                mark = yield from text.emit_until(kind, (*ends, *stops))
             if mark is None or mark in self._stops:
                 return
             if mark == "<|channel|>":
                 text.put_back(mark)
+
+
+class PlainStream(AnswerStream):
+    """The pieces of a completion, without reasoning and calls."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), stops: Sequence[str] = ()
+    ) -> None:
+        super().__init__(tokenizer, prompt_ids, stops)
+        self._reading = self._content()

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -21,6 +22,7 @@ from starlette.routing import Route
 from flexgen_jax.engine.llm import LLM
 from flexgen_jax.engine.outputs import RequestOutput
 from flexgen_jax.engine.requests import Request as EngineRequest
+from flexgen_jax.progress import logger
 from flexgen_jax.server.bodies import (
     CHAT,
     COMPLETIONS,
@@ -31,12 +33,24 @@ from flexgen_jax.server.bodies import (
 )
 from flexgen_jax.server.engine import Engine, EngineError, OverloadedError, Text
 from flexgen_jax.server.errors import RefusedError, error_body, on_failure, on_http, on_refused
-from flexgen_jax.server.incoming import Bodies
+from flexgen_jax.server.incoming import Bodies, check_site
 from flexgen_jax.server.kept import Handler, Kept
 from flexgen_jax.server.metrics import metrics_of
 from flexgen_jax.server.page import page
 
 T = TypeVar("T")
+
+PING, PING_S = b": ping\n\n", 10.0
+"""A comment of a stream, which clients skip, and the seconds without an event after which one is
+sent, so that clients and proxies do not give up."""
+
+EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+"""Headers that keep proxies from holding back a stream."""
+
+LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+
+MAX_IGNORED = 100
+"""The maximum number of unknown fields that are logged."""
 
 RETRY_S = 5
 """Seconds after which a rejected client may retry."""
@@ -48,7 +62,10 @@ class ServerOptions:
 
     name: an additional name of the model; api_key: what clients must send, None for nothing; most:
     texts that may be under way or wait; folder: where files and batches are kept, None to have
-    none; lengths: of prompts and new tokens that the first plan has room for.
+    none; lengths: of prompts and new tokens that the first plan has room for; is_local: whether
+    only this machine can connect, without a key, so that other sites' pages must be refused;
+    allowed_origins: of web apps that may use the server, "*" for all; is_strict: whether unknown
+    fields of requests are refused.
     """
 
     name: str | None = None
@@ -56,6 +73,9 @@ class ServerOptions:
     most: int = 1024
     folder: Path | None = None
     lengths: tuple[int, int] = (1024, 512)
+    is_local: bool = False
+    allowed_origins: tuple[str, ...] = ()
+    is_strict: bool = False
 
 
 class Server:
@@ -67,8 +87,9 @@ class Server:
         own_names = (last, llm.name) if Path(llm.name).exists() else (llm.name, last)
         names = (*([options.name] if options.name else ()), *own_names, *_without_format(last))
         self.names = tuple(dict.fromkeys(names))
-        self._key = options.api_key
+        self._options, self._key = options, options.api_key
         self._bodies = Bodies()
+        self._ignored: set[str] = set()
         self._kept: Kept | None = None
         if options.folder is not None:
             self._kept = Kept(options.folder, self.engine, self._bodies)
@@ -96,9 +117,17 @@ class Server:
             for method, path, handler in routes
         ]
         free = [Route("/health", self.health), Route("/", page)]
-        return Starlette(
+        app = Starlette(
             routes=[*guarded, *free], exception_handlers=handlers, lifespan=self._lifespan
         )
+        if self._options.allowed_origins:
+            app.add_middleware(
+                CORSMiddleware,
+                allow_origins=self._options.allowed_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+            )
+        return app
 
     @asynccontextmanager
     async def _lifespan(self, _app: Starlette) -> AsyncIterator[None]:
@@ -117,6 +146,8 @@ class Server:
             if {"content-length", "transfer-encoding"} <= {*request.headers}:
                 message = "a body has Content-Length or Transfer-Encoding, not both"
                 raise RefusedError(400, message, headers={"Connection": "close"})
+            if self._options.is_local:
+                check_site(request, self._options.allowed_origins)
             if self._key is not None:
                 scheme, _, token = request.headers.get("authorization", "").partition(" ")
                 is_right = secrets.compare_digest(token.strip().encode(), self._key.encode())
@@ -136,7 +167,8 @@ class Server:
         engine = self.engine
 
         def read(body: bytes) -> tuple[Asked, list[EngineRequest]]:
-            completion = Asked(body, request.url.path, self.llm, self.names)
+            on_unknown = None if self._options.is_strict else self._ignore
+            completion = Asked(body, request.url.path, self.llm, self.names, on_unknown)
             return completion, requests_of(completion.line, self.llm, engine.next_id)
 
         asked, requests = await self._bodies.read(request, read)
@@ -148,30 +180,31 @@ class Server:
             message = f"the server is busy: {self.engine.waiting} texts wait; try again later"
             raise RefusedError(429, message, "overloaded", {"Retry-After": str(RETRY_S)}) from None
         if asked.streams:
-            return await self._stream(request, asked, texts)
+            return self._stream(asked, texts)
         with self._cancelling(texts):
             results = await _unless_gone(request, _results(texts))
         return JSONResponse(await asyncio.to_thread(asked.answer, results))
 
-    async def _stream(self, request: Request, asked: Asked, texts: list[Text]) -> Response:
-        """Returns an answer in pieces, once it is known that there is one."""
+    def _ignore(self, name: str) -> None:
+        """Logs the name of an unknown field, once."""
+        if name not in self._ignored and len(self._ignored) < MAX_IGNORED:
+            self._ignored.add(name)
+            logger().warning('flexgen-jax: ignoring the unknown field "%s" of requests', name)
+
+    def _stream(self, asked: Asked, texts: list[Text]) -> Response:
+        """Returns an answer in pieces. Its headers are sent at once, while the prompt waits."""
         events = _events(texts)
-        try:
-            first = await _unless_gone(request, anext(events))
-        except BaseException:
-            self.engine.cancel(texts)
-            raise
 
         async def chunks() -> AsyncIterator[bytes]:
             with self._cancelling(texts):
                 try:
-                    async for chunk in _chunks(asked, texts, first, events):
-                        yield _event(chunk)
+                    async for chunk in _with_pings(_chunks(asked, texts, events)):
+                        yield PING if chunk is None else _event(chunk)
                 except RefusedError as error:  # too late for a status of its own
                     yield _event(error_body(error.status, str(error), error.code))
                 yield b"data: [DONE]\n\n"
 
-        return StreamingResponse(chunks(), media_type="text/event-stream")
+        return StreamingResponse(chunks(), headers=EVENT_HEADERS, media_type="text/event-stream")
 
     def _cancelling(self, texts: list[Text]) -> Any:
         """Ends texts that are not finished when their client goes away."""
@@ -296,13 +329,29 @@ async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
                 await task
 
 
+async def _with_pings(chunks: AsyncIterator[T]) -> AsyncIterator[T | None]:
+    """Yields chunks, and None after each `PING_S` without one."""
+    pending = asyncio.ensure_future(anext(chunks))
+    try:
+        while True:
+            done, _ = await asyncio.wait({pending}, timeout=PING_S)
+            if not done:
+                yield None
+                continue
+            try:
+                chunk = pending.result()
+            except StopAsyncIteration:
+                return
+            yield chunk
+            pending = asyncio.ensure_future(anext(chunks))
+    finally:
+        pending.cancel()
+
+
 async def _chunks(
-    asked: Asked,
-    texts: list[Text],
-    first: tuple[int, int | RequestOutput],
-    events: AsyncIterator[tuple[int, int | RequestOutput]],
+    asked: Asked, texts: list[Text], events: AsyncIterator[tuple[int, int | RequestOutput]]
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yields the chunks of all texts. first: the first event, which is taken already."""
+    """Yields the chunks of all texts."""
     streams = [
         asked.stream_of(text.request, list(text.request.prompt_token_ids or ())) for text in texts
     ]
@@ -311,14 +360,14 @@ async def _chunks(
         for chunk in asked.opening(number):
             yield chunk
 
-    async def all_events() -> AsyncIterator[tuple[int, int | RequestOutput]]:
-        yield first
-        async for event in events:
-            yield event
-
-    async for number, event in all_events():
+    async for number, event in events:
         stream = streams[number]
-        made = stream.end() if isinstance(event, RequestOutput) else stream.add(event)
+        if isinstance(event, RequestOutput):
+            made, logprob = stream.end(), None
+        else:
+            logprobs = texts[number].logprobs
+            made, logprob = stream.add(event), logprobs.popleft() if logprobs else None
+            asked.note_logprob(number, event, logprob)
         for chunk in asked.pieces(number, made):
             yield chunk
         if isinstance(event, RequestOutput):
@@ -329,8 +378,9 @@ async def _chunks(
 
 
 def _event(body: dict[str, Any]) -> bytes:
-    """Returns a server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False).encode() + b"\n\n"
+    """Returns a server-sent event. Some readers take U+0085, U+2028 and U+2029 for line ends."""
+    text = json.dumps(body, ensure_ascii=False).translate(LINE_ENDS)
+    return b"data: " + text.encode() + b"\n\n"
 
 
 def _model(name: str, llm: LLM) -> dict[str, Any]:

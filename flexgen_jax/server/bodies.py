@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from flexgen_jax.engine.llm import LLM
-from flexgen_jax.engine.outputs import RequestOutput
+from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
 from flexgen_jax.engine.requests import Request
-from flexgen_jax.jobs.answers import answer, call_id, tool_calls
+from flexgen_jax.errors import UserError
+from flexgen_jax.jobs.answers import answer, call_id, logprobs_of, tool_calls
 from flexgen_jax.jobs.job import CHAT_TOKENS
-from flexgen_jax.jobs.lines import MAX_CHOICES, Line, LineError, read_line
-from flexgen_jax.models.answer_stream import AnswerStream
+from flexgen_jax.jobs.lines import MAX_CHOICES, Line, LineError, OnUnknown, read_line
+from flexgen_jax.models.answer_stream import AnswerStream, PlainStream
 from flexgen_jax.models.chat import ChatOptions
 from flexgen_jax.models.text_reader import Piece
 from flexgen_jax.models.tool_calls import ToolCall
@@ -36,18 +38,32 @@ def requests_of(line: Line, llm: LLM, next_id: Callable[[], str]) -> list[Reques
     """Returns the texts that a line asks for; raises `RefusedError` for impossible requests."""
     # With a seed, a text depends on nothing else that the server has done.
     first = 0 if line.has_seed else secrets.randbelow(1 << 30)
-    return [
+    requests = [
         Request(
             next_id(),
             prompt=text if ids is None else None,
             prompt_token_ids=ids,
             sampling_params=line.params,
             place=first + choice,
+            is_chat=line.form == "chat",
         )
         for choice, (text, ids) in enumerate(
             prompt for prompt in _prompts_of(line, llm) for _ in range(line.count)
         )
     ]
+    try:
+        prompt_ids = [llm.check(request) for request in requests]
+    except UserError as error:
+        raise RefusedError(400, without_paths(str(error), llm)) from None
+    return [
+        replace(request, prompt=None, prompt_token_ids=ids)
+        for request, ids in zip(requests, prompt_ids, strict=True)
+    ]
+
+
+def without_paths(message: str, llm: LLM) -> str:
+    """Returns a message that names the model's folder without its path."""
+    return message.replace(llm.name, Path(llm.name).name)
 
 
 def _prompts_of(line: Line, llm: LLM) -> list[tuple[str | None, list[int] | None]]:
@@ -55,7 +71,7 @@ def _prompts_of(line: Line, llm: LLM) -> list[tuple[str | None, list[int] | None
         if line.messages is not None:
             return [llm.chat_prompt(line.messages, line.chat or ChatOptions(now=datetime.now()))]
     except Exception as error:  # whatever a template does with what a client says
-        raise RefusedError(400, str(error)) from None
+        raise RefusedError(400, without_paths(str(error), llm)) from None
     return [
         (prompt, None) if isinstance(prompt, str) else (None, list(prompt))
         for prompt in line.prompts
@@ -73,7 +89,14 @@ class Asked:
     tokens.
     """
 
-    def __init__(self, content: bytes, url: str, llm: LLM, names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        content: bytes,
+        url: str,
+        llm: LLM,
+        names: tuple[str, ...],
+        on_unknown: OnUnknown | None = None,
+    ) -> None:
         """Raises `RefusedError` with the body's problem."""
         body = object_of(content)
         streams = body.pop("stream", None) or False
@@ -82,13 +105,14 @@ class Asked:
             raise RefusedError(400, f'"stream" must be true or false, not {streams!r}')
         if not isinstance(options, dict):
             raise RefusedError(400, f'"stream_options" must be an object, not {options!r}')
-        if options and not streams:
-            raise RefusedError(400, '"stream_options" needs "stream": true')
         self.streams, self.counts = streams, bool(options.get("include_usage", False))
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
         self._llm = llm
+        # By the text's index: calls, log-probabilities for the next chunk, and characters so far.
         self._num_calls: Counter[int] = Counter()
+        self._logprobs: defaultdict[int, list[tuple[int, TokenLogprob]]] = defaultdict(list)
+        self._text_offset: Counter[int] = Counter()
         temperature = body.get("temperature")
         if isinstance(temperature, int | float) and temperature > MAX_TEMPERATURE:
             message = f'"temperature" must be at most {MAX_TEMPERATURE}, not {temperature}'
@@ -102,7 +126,9 @@ class Asked:
             raise RefusedError(400, '"chat_template" is not accepted from clients')
         line = {"custom_id": self.id, "method": "POST", "url": url, "body": body}
         try:
-            self.line: Line = read_line(json.dumps(line).encode(), 1, chat_tokens_of(llm), 0)
+            self.line: Line = read_line(
+                json.dumps(line).encode(), 1, chat_tokens_of(llm), 0, on_unknown
+            )
         except (LineError, RecursionError) as error:
             raise RefusedError(400, str(error)) from None
         if self.line.model is not None and self.line.model not in names:
@@ -121,8 +147,9 @@ class Asked:
         tokenizer = self._llm.tokenizer
         assert tokenizer is not None, "the model has texts"
         stops = self._llm.resolved(request.sampling_params, len(prompt_ids)).stop
-        is_plain = self.line.form != "chat"
-        return AnswerStream(tokenizer, prompt_ids, stops, self.line.tools, is_plain)
+        if self.line.form == "chat":
+            return AnswerStream(tokenizer, prompt_ids, stops, self.line.tools)
+        return PlainStream(tokenizer, prompt_ids, stops)
 
     def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """Returns a piece of an answer."""
@@ -133,6 +160,7 @@ class Asked:
             "created": self.created,
             "model": self.line.model,
             "choices": choices,
+            **({"usage": None} if self.counts else {}),
             **more,
         }
 
@@ -141,13 +169,39 @@ class Asked:
         if self.line.form == "chat":
             yield self.chunk([self._choice(index, {"role": "assistant", "content": ""})])
 
+    def note_logprob(self, index: int, token: int, logprob: TokenLogprob | None) -> None:
+        """Keeps the log-probabilities of a text's token for its next chunk."""
+        if logprob is not None:
+            self._logprobs[index].append((token, logprob))
+
     def pieces(self, index: int, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
-        """Yields chunks of pieces of a text."""
+        """Yields chunks of pieces of a text; the first has the log-probabilities so far."""
         for piece in pieces:
+            if piece.kind == "reasoning" and not self.line.shows_reasoning:
+                continue
+            logprobs = self._taken_logprobs(index)
             if self.line.form == "chat":
-                yield self.chunk([self._choice(index, self._delta(index, piece))])
+                yield self.chunk([self._choice(index, self._delta(index, piece), None, logprobs)])
             else:
-                yield self.chunk([self._plain(index, piece.text)])
+                yield self.chunk([self._plain(index, piece.text, None, logprobs)])
+
+    def _taken_logprobs(self, index: int) -> Any:
+        """Returns the log-probabilities of tokens that no chunk has had yet, in OpenAI's form."""
+        pairs, self._logprobs[index] = self._logprobs[index], []
+        if not pairs:
+            return None
+        result = RequestOutput(None, [], "", [n for n, _ in pairs], "stop")
+        logprobs = logprobs_of(
+            replace(result, logprobs=[x for _, x in pairs]), self.line, self._llm
+        )
+        if logprobs is not None and "text_offset" in logprobs:
+            begin = self._text_offset[index]
+            logprobs["text_offset"] = [begin + n for n in logprobs["text_offset"]]
+            shown = b"".join(
+                b"" if self._llm.is_hidden(n) else self._llm.piece(n) for n, _ in pairs
+            )
+            self._text_offset[index] += len(shown.decode(errors="ignore"))
+        return logprobs
 
     def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
         """Returns a piece as a change of a message."""
@@ -162,11 +216,8 @@ class Asked:
         return {"tool_calls": [{"index": number, **tool_calls([call], self.id)[0]}]}
 
     def closing(self, index: int, result: RequestOutput) -> dict[str, Any]:
-        """Returns the last chunk of a text, which says why it ended, with its log-probabilities if
-        it asked for them."""
-        logprobs = None
-        if result.logprobs is not None:
-            logprobs = self.answer([result])["choices"][0]["logprobs"]
+        """Returns the last chunk of a text, which says why it ended."""
+        logprobs = self._taken_logprobs(index)
         if self.line.form == "chat":
             has_calls = self._num_calls[index] > 0 and result.finish_reason == "stop"
             reason = "tool_calls" if has_calls else result.finish_reason
@@ -214,7 +265,7 @@ def tokens_of(content: bytes, llm: LLM) -> list[int]:
         if prompt is None and is_list and messages:
             return llm.chat_prompt(messages)[1]
     except Exception as error:  # whatever a template does with what a client says
-        raise RefusedError(400, str(error)) from None
+        raise RefusedError(400, without_paths(str(error), llm)) from None
     raise RefusedError(400, 'the body needs "prompt" (a string) or "messages" (a list of messages)')
 
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from flexgen_jax.engine.llm import LLM
-from flexgen_jax.engine.outputs import RequestOutput
+from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
 from flexgen_jax.engine.requests import Request
 from flexgen_jax.errors import MachineError, UserError
 from flexgen_jax.progress import logger
@@ -46,12 +46,14 @@ class Text:
     """A requested completion.
 
     events: its tokens as they come, and then its result, or what the engine failed with; is_batch:
-    whether nobody waits for it at once; on_token: called with each token in the event loop.
+    whether nobody waits for it at once; on_token: called with each token in the event loop;
+    logprobs: of the tokens in `events`, if it asked for them.
     """
 
     request: Request
     is_batch: bool = False
     on_token: Callable[[int], object] | None = None
+    logprobs: deque[TokenLogprob] = field(default_factory=deque)
     events: asyncio.Queue[int | RequestOutput | EngineError] = field(default_factory=asyncio.Queue)
     has_begun: bool = False
 
@@ -80,7 +82,7 @@ class Engine:
 
     most: how many texts of clients that wait may be under way or wait; more are refused. lengths:
     of prompts and new tokens that the first plan has room for. fault: the machine's fault that
-    failed the latest completions.
+    failed the latest completions. on_broken: called in the engine's thread when it gives up.
     """
 
     def __init__(self, llm: LLM, most: int, lengths: tuple[int, int]) -> None:
@@ -93,6 +95,7 @@ class Engine:
         self._recent: deque[tuple[float, int]] = deque()
         self._failures = 0
         self.fault: str | None = None
+        self.on_broken: Callable[[], object] = lambda: None
         self._client_came = float("-inf")
         self._lock = threading.Lock()
         self._is_stopping = False
@@ -151,6 +154,10 @@ class Engine:
             self.counts.refused += len(requests)
             raise OverloadedError
         texts = [Text(request, is_batch) for request in requests]
+        if self.is_broken:
+            for text in texts:
+                text.events.put_nowait(EngineError(FAULT, status=503))
+            return texts
         if not is_batch:
             self._client_came = time.monotonic()
         with self._lock:
@@ -180,6 +187,9 @@ class Engine:
                 logger().error("flexgen-jax: the engine failed: %s", error, exc_info=True)
                 for text in self._begin_anew():
                     self._tell(text.request.id, EngineError(f"{type(error).__name__}: {error}"))
+        if self.is_broken:
+            logger().error("flexgen-jax: the engine failed %d times in a row; ending", FAILURES)
+            self.on_broken()
 
     def _fail(self, texts: list[Text], error: MachineError) -> None:
         """Ends texts by a fault of the machine, which later ones may not meet."""
@@ -223,6 +233,11 @@ class Engine:
                 self._tell(text.request.id, EngineError(str(own), status=400))
 
     def _add(self, name: str, token: int) -> None:
+        text = self._texts.get(name)
+        if text is not None and text.request.sampling_params.logprobs is not None:
+            logprob = self.llm.latest_logprob
+            assert logprob is not None, "it asked for them"
+            text.logprobs.append(logprob)
         self._tell(name, token)
 
     def _tell(self, name: str, event: int | RequestOutput | EngineError) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect, Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from flexgen_jax.progress import logger
 from flexgen_jax.server.errors import RefusedError
 
 T = TypeVar("T")
@@ -29,8 +32,11 @@ FILE_BYTES = 1 << 30
 PATIENCE_S, SLOWEST = 60.0, 64 << 10
 """Deadline of a body: seconds, and one more second for every `SLOWEST` bytes."""
 
-HEADERS_S = 30.0
+HEADERS_S = 10.0
 """Seconds within which the headers of a request must have come."""
+
+MAX_HALF_HEADS = 256
+"""The maximum number of connections whose headers are still to come; the oldest is closed."""
 
 
 def limited(request: Request, most: int) -> Request:
@@ -62,6 +68,30 @@ def _too_large(most: int) -> RefusedError:
     return RefusedError(
         413, f"the body has more than {most} bytes", headers={"Connection": "close"}
     )
+
+
+def check_site(request: Request, allowed_origins: Sequence[str]) -> None:
+    """Raises `RefusedError` for a request of another site's page, which a browser on this machine
+    sends: one with a foreign Host or Origin, or with a body that needs no permission of CORS."""
+    host = request.headers.get("host", "")
+    name = urlsplit(f"//{host}").hostname or ""
+    if name != "localhost" and not _is_loopback(name):
+        raise RefusedError(403, f"the host {host!r} is not this machine; or set --api-key")
+    origin = request.headers.get("origin")
+    is_allowed = origin is None or origin in allowed_origins or "*" in allowed_origins
+    if not is_allowed and origin != f"{request.url.scheme}://{host}":
+        raise RefusedError(
+            403, f"the origin {origin!r} may not use this server: set --allow-origin {origin}"
+        )
+    if request.headers.get("content-type", "").lower().startswith("text/plain"):
+        raise RefusedError(415, "send Content-Type: application/json")
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 class Bodies:
@@ -97,10 +127,26 @@ class PatientProtocol(H11Protocol):
     """HTTP of a connection whose headers must come within `HEADERS_S`."""
 
     _deadline: asyncio.TimerHandle | None = None
+    # When the class may log the next time that it closes connections.
+    _silent_until = 0.0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        waiting = [
+            (each._deadline.when(), each)
+            for each in self.connections
+            if isinstance(each, PatientProtocol) and each._deadline is not None
+        ]
         self._deadline = self.loop.call_later(HEADERS_S, self._close_if_idle)
+        if len(waiting) < MAX_HALF_HEADS:
+            return
+        if time.monotonic() > PatientProtocol._silent_until:
+            PatientProtocol._silent_until = time.monotonic() + HEADERS_S
+            logger().warning(
+                "flexgen-jax: %d connections send no whole request; closing the oldest",
+                len(waiting),
+            )
+        min(waiting, key=lambda each: each[0])[1]._close_if_idle()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -9,10 +9,20 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src "
+    "'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Frame-Options": "DENY",
+    "X-Content-Type-Options": "nosniff",
+}
+"""Headers of the page: it loads nothing from elsewhere, and no other site may frame it."""
+
 
 async def page(_request: Request) -> Response:
     """Returns the page; all that it shows comes from `/status`."""
-    return HTMLResponse(resources.files("flexgen_jax.server").joinpath("page.html").read_text())
+    text = resources.files("flexgen_jax.server").joinpath("page.html").read_text()
+    return HTMLResponse(text, headers=HEADERS)
 
 
 def job_row(name: str, progress: Mapping[str, Any]) -> dict[str, Any]:

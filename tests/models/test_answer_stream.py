@@ -99,7 +99,7 @@ def test_what_may_be_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
 def test_nothing_comes_after_a_stop_string(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a END b", is_whole=True)
     assert streamed(tokenizer, ids, stops=["END"]) == ("", "a ")
-    assert streamed(tokenizer, ids, "<think>", stops=["END"]) == ("a ", "")
+    assert streamed(tokenizer, ids, "<think>", stops=["END"]) == ("a END b", "")
 
 
 @pytest.mark.parametrize("size", [1, 3, 99])
