@@ -27,7 +27,7 @@ from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.segments import left_out
 from flexgen_jax.policy.shapes import BatchShape, BlockShape
 from flexgen_jax.policy.sharing import spans_of
-from flexgen_jax.policy.shrinking import ENTRY_FRACTION, rows_beside
+from flexgen_jax.policy.shrinking import ENTRY_FRACTION, fewer_rows, rows_beside
 
 
 class TokenChoices(Protocol):
@@ -181,7 +181,10 @@ class Waiting:
         """Lets batches of some requests enter."""
         if not groups:
             return ()
-        batches = [self._make(group, len(groups[0])) for group in groups]
+        rows = len(groups[0])
+        if not self._source.is_ended:  # a stream, whose requests come in any number
+            rows = min(fewer_rows(rows), self._plan.policy.batch_size)
+        batches = [self._make(group, rows) for group in groups]
         shapes = [
             BatchShape(
                 rows=batch.size,

@@ -152,6 +152,9 @@ class PatientProtocol(H11Protocol):
         super().data_received(data)
         if self._deadline is None and self._is_idle:
             self._deadline = self.loop.call_later(HEADERS_S, self._close_if_idle)
+        elif self._deadline is not None and not self._is_idle:  # the headers have come
+            self._deadline.cancel()
+            self._deadline = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._deadline is not None:
