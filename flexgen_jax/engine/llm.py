@@ -218,8 +218,9 @@ class LLM(TextModel):
             engine can use. Its exceptions are raised here, after all requests read so far are
             finished.
         on_token: called with a request's id and each of its tokens.
-        lengths: of prompts and new tokens for the first plan; by default
-            those of the first requests. A longer one waits until those under way are finished.
+        lengths: of prompts and new tokens for the first plan; by default those of the first
+            requests. A longer prompt waits until running requests are finished. A request with more
+            new tokens continues after these with its text as its prompt.
 
         An impossible request yields a result whose `error` says why. Closing the generator cancels
         running requests.
@@ -237,7 +238,9 @@ class LLM(TextModel):
         ready: deque[RequestOutput],
         expected: Workload | None,
     ) -> Generator[RequestOutput, None, None]:
-        feed = Feed(requests, partial(encoded_or_failed, self._prompts.of_single()), FIRST_READ)
+        at_once = None if expected is None else expected.gen_len
+        encode = partial(encoded_or_failed, self._prompts.of_single(at_once))
+        feed = Feed(requests, encode, FIRST_READ)
         incoming = Incoming(Admitted(feed, generation, ready))
         try:
             for _ in self._serving.serve(incoming, generation, feed.allow, expected):

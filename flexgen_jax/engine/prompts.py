@@ -16,6 +16,7 @@ from flexgen_jax.engine.requests import (
     Request,
     check_ids,
     check_prompt,
+    in_steps,
     shared_tokens,
     token_ids,
 )
@@ -135,15 +136,17 @@ class PromptReader:
             return requests
         return [replace(r, shared=shared_tokens(r.prompt_ids, prefix)) for r in requests]
 
-    def of_single(self) -> Encode:
-        """Returns how requests of one text each are encoded."""
+    def of_single(self, at_once: int | None = None) -> Encode:
+        """Returns how requests of one text each are encoded. at_once: see `EncodedRequest`."""
+        at_once = None if self._model.config.short_positions is not None else at_once
 
         def encode(request: Request, index: int) -> EncodedRequest:
             if request.sampling_params.n > 1:
                 raise UserError(
                     "n works in generate and chat; pass the request n times to a stream"
                 )
-            return self._encoder.encode(request, index)
+            encoded = self._encoder.encode(request, index)
+            return encoded if at_once is None else in_steps(encoded, at_once)
 
         return encode
 

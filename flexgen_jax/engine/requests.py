@@ -64,7 +64,8 @@ class EncodedRequest:
     for the index; branches: the continuations at the prompt's end; `scored` then has the token
     after each of their tokens, and `NOTHING` for padding; later: tokens after `max_tokens`, for
     which the whole sequence is computed again, because longrope changes its frequencies there;
-    is_chat: as given.
+    is_chat: as given; at_once: the most tokens that a plan has room for before the request
+    continues as another one, None for all.
     """
 
     index: int
@@ -82,6 +83,7 @@ class EncodedRequest:
     branches: Branches | None = None
     later: int = 0
     is_chat: bool = False
+    at_once: int | None = None
 
     @property
     def whole_limit(self) -> int:
@@ -90,12 +92,13 @@ class EncodedRequest:
 
     def going_on(self, generated: Sequence[int]) -> EncodedRequest:
         """Returns the request for the `later` tokens of a text, after its `generated` tokens."""
+        count = self.later if self.at_once is None else min(self.later, self.at_once)
         return replace(
             self,
             prompt_ids=(*self.given_ids, *generated),
             continued=len(generated),
-            max_tokens=self.later,
-            later=0,
+            max_tokens=count,
+            later=self.later - count,
             shared=(),
         )
 
@@ -342,3 +345,11 @@ def divided(request: EncodedRequest, border: int | None) -> EncodedRequest:
     if not 0 < first < request.max_tokens:
         return request
     return replace(request, max_tokens=first, later=request.max_tokens - first)
+
+
+def in_steps(request: EncodedRequest, at_once: int) -> EncodedRequest:
+    """Returns a request that makes up to `at_once` tokens, and continues as another one. So a plan
+    need not have room for a limit that most texts do not reach."""
+    count = min(request.max_tokens, at_once)
+    later = request.later + request.max_tokens - count
+    return replace(request, max_tokens=count, later=later, at_once=at_once)

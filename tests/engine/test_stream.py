@@ -50,6 +50,30 @@ def test_results_are_those_of_each_request_alone(llm: LLM) -> None:
     assert [r.id for r in results] != sorted(expected)
 
 
+def test_a_text_may_be_longer_than_planned_for(llm: LLM) -> None:
+    """It continues as another request, with what it needs, whatever runs next to it."""
+    params = [
+        SamplingParams(max_tokens=n, temperature=n % 2, logprobs=2, seed=3, ignore_eos=True)
+        for n in (30, 3, 17, 8, 25)
+    ]
+    wanted = {f"r{n}": llm.generate(TEXTS[n], x)[0] for n, x in enumerate(params)}
+    requests = [
+        Request(f"r{n}", TEXTS[n], sampling_params=x, place=0) for n, x in enumerate(params)
+    ]
+    shown = Counter[str]()
+    stream = llm.stream(iter(requests), lambda name, _: shown.update([name]), lengths=(16, 8))
+    for result in stream:
+        other = wanted[result.id]
+        assert (result.token_ids, result.text) == (other.token_ids, other.text)
+        assert result.finish_reason == "length"
+        assert [x.logprob for x in result.logprobs or []] == pytest.approx(
+            [x.logprob for x in other.logprobs or []], abs=1e-4
+        )
+        assert shown[result.id] == len(result.token_ids)
+        del wanted[result.id]
+    assert not wanted
+
+
 def test_sampled_texts_depend_on_their_place_alone(llm: LLM) -> None:
     options = {"temperature": 1.0, "seed": 5, "max_tokens": 9}
     texts = [TEXTS[n % 5] for n in range(9)]
