@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -31,23 +30,23 @@ from flexgen_jax.server.bodies import (
     text_of,
     tokens_of,
 )
-from flexgen_jax.server.engine import Engine, EngineError, OverloadedError, Text
+from flexgen_jax.server.dialects import Dialects
+from flexgen_jax.server.engine import Engine, OverloadedError, Text
 from flexgen_jax.server.errors import RefusedError, error_body, on_failure, on_http, on_refused
 from flexgen_jax.server.incoming import Bodies, check_site
 from flexgen_jax.server.kept import Handler, Kept
 from flexgen_jax.server.metrics import metrics_of
 from flexgen_jax.server.page import page
-
-T = TypeVar("T")
-
-PING, PING_S = b": ping\n\n", 10.0
-"""A comment of a stream, which clients skip, and the seconds without an event after which one is
-sent, so that clients and proxies do not give up."""
-
-EVENT_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-"""Headers that keep proxies from holding back a stream."""
-
-LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+from flexgen_jax.server.streams import (
+    EVENT_HEADERS,
+    PING,
+    Cancelling,
+    event_bytes,
+    events_of,
+    results_of,
+    unless_gone,
+    with_pings,
+)
 
 MAX_IGNORED = 100
 """The maximum number of unknown fields that are logged."""
@@ -90,6 +89,7 @@ class Server:
         self._options, self._key = options, options.api_key
         self._bodies = Bodies()
         self._ignored: set[str] = set()
+        self._dialects = Dialects(self.engine, self._bodies.read, self._ask, self._submit)
         self._kept: Kept | None = None
         if options.folder is not None:
             self._kept = Kept(options.folder, self.engine, self._bodies)
@@ -105,6 +105,7 @@ class Server:
             ("POST", "/detokenize", self.detokenize),
             ("GET", "/status", self.status),
             ("GET", "/metrics", self.metrics),
+            *self._dialects.routes,
             *(self._kept.routes if self._kept is not None else ()),
         ]
         handlers: dict[Any, Any] = {
@@ -150,6 +151,8 @@ class Server:
                 check_site(request, self._options.allowed_origins)
             if self._key is not None:
                 scheme, _, token = request.headers.get("authorization", "").partition(" ")
+                if "x-api-key" in request.headers:  # of Anthropic's clients
+                    scheme, token = "bearer", request.headers["x-api-key"]
                 is_right = secrets.compare_digest(token.strip().encode(), self._key.encode())
                 if scheme.lower() != "bearer" or not is_right:
                     message = "the API key is missing or wrong: send Authorization: Bearer KEY"
@@ -167,23 +170,31 @@ class Server:
         engine = self.engine
 
         def read(body: bytes) -> tuple[Asked, list[EngineRequest]]:
-            on_unknown = None if self._options.is_strict else self._ignore
-            completion = Asked(body, request.url.path, self.llm, self.names, on_unknown)
+            completion = self._ask(body, request.url.path)
             return completion, requests_of(completion.line, self.llm, engine.next_id)
 
         asked, requests = await self._bodies.read(request, read)
-        if self.engine.is_broken:
-            raise RefusedError(503, "the engine failed; see the server's log")
-        try:
-            texts = self.engine.submit(requests)
-        except OverloadedError:
-            message = f"the server is busy: {self.engine.waiting} texts wait; try again later"
-            raise RefusedError(429, message, "overloaded", {"Retry-After": str(RETRY_S)}) from None
+        texts = self._submit(requests)
         if asked.streams:
             return self._stream(asked, texts)
         with self._cancelling(texts):
-            results = await _unless_gone(request, _results(texts))
+            results = await unless_gone(request, results_of(texts))
         return JSONResponse(await asyncio.to_thread(asked.answer, results))
+
+    def _ask(self, body: bytes, path: str) -> Asked:
+        """Reads a body of a route."""
+        on_unknown = None if self._options.is_strict else self._ignore
+        return Asked(body, path, self.llm, self.names, on_unknown)
+
+    def _submit(self, requests: list[EngineRequest]) -> list[Text]:
+        """Submits requests; raises `RefusedError` if the server cannot take them now."""
+        if self.engine.is_broken:
+            raise RefusedError(503, "the engine failed; see the server's log")
+        try:
+            return self.engine.submit(requests)
+        except OverloadedError:
+            message = f"the server is busy: {self.engine.waiting} texts wait; try again later"
+            raise RefusedError(429, message, "overloaded", {"Retry-After": str(RETRY_S)}) from None
 
     def _ignore(self, name: str) -> None:
         """Logs the name of an unknown field, once."""
@@ -193,22 +204,22 @@ class Server:
 
     def _stream(self, asked: Asked, texts: list[Text]) -> Response:
         """Returns an answer in pieces. Its headers are sent at once, while the prompt waits."""
-        events = _events(texts)
+        events = events_of(texts)
 
         async def chunks() -> AsyncIterator[bytes]:
             with self._cancelling(texts):
                 try:
-                    async for chunk in _with_pings(_chunks(asked, texts, events)):
-                        yield PING if chunk is None else _event(chunk)
+                    async for chunk in with_pings(_chunks(asked, texts, events)):
+                        yield PING if chunk is None else event_bytes(chunk)
                 except RefusedError as error:  # too late for a status of its own
-                    yield _event(error_body(error.status, str(error), error.code))
+                    yield event_bytes(error_body(error.status, str(error), error.code))
                 yield b"data: [DONE]\n\n"
 
         return StreamingResponse(chunks(), headers=EVENT_HEADERS, media_type="text/event-stream")
 
     def _cancelling(self, texts: list[Text]) -> Any:
         """Ends texts that are not finished when their client goes away."""
-        return _Cancelling(self.engine, texts)
+        return Cancelling(self.engine, texts)
 
     # About the server
 
@@ -266,88 +277,6 @@ def _without_format(name: str) -> tuple[str, ...]:
     return stem, re.sub(r"[.-](I?Q\d\w*|B?F16|F32|MXFP4)$", "", stem, flags=re.IGNORECASE)
 
 
-class _Cancelling:
-    """Cancels texts at its end; finished results are not affected."""
-
-    def __init__(self, engine: Engine, texts: list[Text]) -> None:
-        self._engine, self._texts = engine, texts
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.cancel(self._texts)
-
-
-async def _events(texts: list[Text]) -> AsyncIterator[tuple[int, int | RequestOutput]]:
-    """Yields the number of a completion and its events; raises `RefusedError` for one that
-    cannot be made."""
-    waits = {asyncio.create_task(text.events.get()): n for n, text in enumerate(texts)}
-    try:
-        while waits:
-            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                number, event = waits.pop(task), task.result()
-                if isinstance(event, EngineError):
-                    raise RefusedError(event.status, str(event))
-                if isinstance(event, RequestOutput) and event.error is not None:
-                    raise RefusedError(400, event.error)
-                yield number, event
-                if isinstance(event, int):
-                    waits[asyncio.create_task(texts[number].events.get())] = number
-    finally:
-        for task in waits:
-            task.cancel()
-
-
-async def _results(texts: list[Text]) -> list[RequestOutput]:
-    """Returns the results of all texts."""
-    results: dict[int, RequestOutput] = {}
-    async for number, event in _events(texts):
-        if isinstance(event, RequestOutput):
-            results[number] = event
-    return [result for _, result in sorted(results.items())]
-
-
-async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Awaits something, unless the client goes away."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    made, leaving = asyncio.ensure_future(work), asyncio.create_task(gone())
-    try:
-        await asyncio.wait((made, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if made.done():
-            return made.result()
-        raise RefusedError(400, "the client disconnected")
-    finally:
-        for task in (made, leaving):
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
-
-
-async def _with_pings(chunks: AsyncIterator[T]) -> AsyncIterator[T | None]:
-    """Yields chunks, and None after each `PING_S` without one."""
-    pending = asyncio.ensure_future(anext(chunks))
-    try:
-        while True:
-            done, _ = await asyncio.wait({pending}, timeout=PING_S)
-            if not done:
-                yield None
-                continue
-            try:
-                chunk = pending.result()
-            except StopAsyncIteration:
-                return
-            yield chunk
-            pending = asyncio.ensure_future(anext(chunks))
-    finally:
-        pending.cancel()
-
-
 async def _chunks(
     asked: Asked, texts: list[Text], events: AsyncIterator[tuple[int, int | RequestOutput]]
 ) -> AsyncIterator[dict[str, Any]]:
@@ -375,12 +304,6 @@ async def _chunks(
             yield asked.closing(number, event)
     if asked.counts:
         yield asked.usage([result for _, result in sorted(results.items())])
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    """Returns a server-sent event. Some readers take U+0085, U+2028 and U+2029 for line ends."""
-    text = json.dumps(body, ensure_ascii=False).translate(LINE_ENDS)
-    return b"data: " + text.encode() + b"\n\n"
 
 
 def _model(name: str, llm: LLM) -> dict[str, Any]:

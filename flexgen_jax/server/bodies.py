@@ -176,14 +176,21 @@ class Asked:
 
     def pieces(self, index: int, pieces: list[Piece]) -> Iterator[dict[str, Any]]:
         """Yields chunks of pieces of a text; the first has the log-probabilities so far."""
-        for piece in pieces:
-            if piece.kind == "reasoning" and not self.line.shows_reasoning:
-                continue
+        for piece in self.shown(pieces):
             logprobs = self._taken_logprobs(index)
             if self.line.form == "chat":
                 yield self.chunk([self._choice(index, self._delta(index, piece), None, logprobs)])
             else:
                 yield self.chunk([self._plain(index, piece.text, None, logprobs)])
+
+    def shown(self, pieces: list[Piece]) -> list[Piece]:
+        """Returns the pieces that the request asks for."""
+        return [p for p in pieces if self.line.shows_reasoning or p.kind != "reasoning"]
+
+    @property
+    def model(self) -> str:
+        """The model's name in the answer."""
+        return self.line.model or Path(self._llm.name).name
 
     def _taken_logprobs(self, index: int) -> Any:
         """Returns the log-probabilities of tokens that no chunk has had yet, in OpenAI's form."""

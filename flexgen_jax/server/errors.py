@@ -41,9 +41,11 @@ def error_body(status: int, message: str, code: str | None = None) -> dict[str, 
     return {"error": {"message": message, "type": error_type, "param": None, "code": code}}
 
 
-async def on_refused(_request: Request, error: Exception) -> Response:
+async def on_refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, RefusedError)
     body = error_body(error.status, str(error), error.code)
+    if request.url.path.startswith("/v1/messages"):  # as in Anthropic's API
+        body["type"] = "error"
     return JSONResponse(body, error.status, dict(error.headers or {}))
 
 

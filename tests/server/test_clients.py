@@ -17,7 +17,7 @@ pytest.importorskip("prometheus_client")
 import httpx
 
 from flexgen_jax import Policy
-from flexgen_jax.server import app
+from flexgen_jax.server import streams
 from flexgen_jax.server.app import Server
 from tests.helpers.serving import serving
 from tests.helpers.writing import write_author
@@ -121,7 +121,7 @@ def test_a_stream_begins_at_once_and_says_that_it_lives(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the prompt waits; a later error is an event."""
-    monkeypatch.setattr(app, "PING_S", 0.05)
+    monkeypatch.setattr(streams, "PING_S", 0.05)
     with serving(model, POLICY) as (address, server):
         stream = server.llm.stream
 

@@ -1,0 +1,174 @@
+"""The routes of `/v1/messages` and `/v1/responses`, which are conversations in other forms."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from flexgen_jax.engine.outputs import RequestOutput
+from flexgen_jax.engine.requests import Request as EngineRequest
+from flexgen_jax.models.text_reader import Piece
+from flexgen_jax.server import messages, responses
+from flexgen_jax.server.bodies import CHAT, Asked, object_of, requests_of
+from flexgen_jax.server.engine import Engine, Text
+from flexgen_jax.server.errors import RefusedError
+from flexgen_jax.server.kept import Handler
+from flexgen_jax.server.streams import (
+    EVENT_HEADERS,
+    PING,
+    Cancelling,
+    event_bytes,
+    events_of,
+    results_of,
+    unless_gone,
+    with_pings,
+)
+
+Event = tuple[str, dict[str, Any]]
+
+
+class Writer(Protocol):
+    """Writes an answer in the form of an interface, as events; `body` is the whole answer."""
+
+    body: dict[str, Any]
+
+    def begin(self) -> Iterator[Event]: ...
+
+    def add(self, pieces: Sequence[Piece]) -> Iterator[Event]: ...
+
+    def end(self, result: RequestOutput, stop: str | None, /) -> Iterator[Event]: ...
+
+    def fail(self, message: str) -> Iterator[Event]: ...
+
+
+class Dialect(NamedTuple):
+    """An interface. chat_body: makes the body of a conversation; writer: writes the answer, given
+    its id, the model's name and the prompt's number of tokens."""
+
+    chat_body: Callable[[Mapping[str, Any]], dict[str, Any]]
+    writer: Callable[[str, str, int], Writer]
+
+
+MESSAGES = Dialect(messages.chat_body, messages.MessageWriter)
+RESPONSES = Dialect(responses.chat_body, responses.ResponseWriter)
+
+Read = Callable[[Request, Callable[[bytes], Any]], Any]
+Submit = Callable[[list[EngineRequest]], list[Text]]
+
+
+class Question(NamedTuple):
+    """A request: as a conversation, its one text, and the model's name in it."""
+
+    asked: Asked
+    request: EngineRequest
+    model: str
+
+
+class Dialects:
+    """The handlers of the routes.
+
+    ask: makes a conversation's `Asked` of a body; submit: hands requests to the engine.
+    """
+
+    def __init__(
+        self, engine: Engine, read: Read, ask: Callable[[bytes, str], Asked], submit: Submit
+    ) -> None:
+        self._engine, self._read, self._ask, self._submit = engine, read, ask, submit
+
+    @property
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        return [
+            ("POST", "/v1/messages", lambda request: self._answer(request, MESSAGES)),
+            ("POST", "/v1/messages/count_tokens", self.count_tokens),
+            ("POST", "/v1/responses", lambda request: self._answer(request, RESPONSES)),
+        ]
+
+    def _question(self, content: bytes, dialect: Dialect) -> Question:
+        body = object_of(content)
+        model = body.get("model")
+        chat = dialect.chat_body(body)
+        asked = self._ask(json.dumps(chat).encode(), CHAT)
+        requests = requests_of(asked.line, self._engine.llm, self._engine.next_id)
+        if len(requests) != 1:
+            raise RefusedError(400, '"n" must be 1')
+        return Question(asked, requests[0], model if isinstance(model, str) else asked.model)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Answers with the number of a conversation's tokens."""
+
+        def read(content: bytes) -> Question:
+            return self._question(content, MESSAGES)
+
+        question = await self._read(request, read)
+        return JSONResponse({"input_tokens": len(question.request.prompt_token_ids or ())})
+
+    async def _answer(self, request: Request, dialect: Dialect) -> Response:
+        question = await self._read(request, lambda content: self._question(content, dialect))
+        asked, prompt_ids = question.asked, list(question.request.prompt_token_ids or ())
+        writer = dialect.writer(asked.id, question.model, len(prompt_ids))
+        texts = self._submit([question.request])
+        if asked.streams:
+            return StreamingResponse(
+                self._events(question, writer, texts),
+                headers=EVENT_HEADERS,
+                media_type="text/event-stream",
+            )
+        with Cancelling(self._engine, texts):
+            (result,) = await unless_gone(request, results_of(texts))
+
+        def whole() -> dict[str, Any]:
+            stream = asked.stream_of(question.request, prompt_ids)
+            pieces = [piece for token in result.token_ids for piece in stream.add(token)]
+            _drain(writer.begin())
+            _drain(writer.add(asked.shown([*pieces, *stream.end()])))
+            _drain(writer.end(result, self._stop_of(question, result)))
+            return writer.body
+
+        return JSONResponse(await asyncio.to_thread(whole))
+
+    async def _events(
+        self, question: Question, writer: Writer, texts: list[Text]
+    ) -> AsyncIterator[bytes]:
+        """Yields an answer as server-sent events."""
+        asked, request = question.asked, question.request
+        stream = asked.stream_of(request, list(request.prompt_token_ids or ()))
+        for name, body in writer.begin():
+            yield event_bytes(body, name)
+        with Cancelling(self._engine, texts):
+            try:
+                async for item in with_pings(events_of(texts)):
+                    events: Iterable[Event] = ()
+                    if item is None:
+                        yield PING
+                    elif isinstance(item[1], RequestOutput):
+                        stop = self._stop_of(question, item[1])
+                        events = (
+                            *writer.add(asked.shown(stream.end())),
+                            *writer.end(item[1], stop),
+                        )
+                    else:
+                        events = writer.add(asked.shown(stream.add(item[1])))
+                    for name, body in events:
+                        yield event_bytes(body, name)
+            except RefusedError as error:  # too late for a status of its own
+                for name, body in writer.fail(str(error)):
+                    yield event_bytes(body, name)
+
+    def _stop_of(self, question: Question, result: RequestOutput) -> str | None:
+        """Returns the stop string that ended an answer; None for another end."""
+        stops, llm = question.asked.line.params.stop, self._engine.llm
+        if result.finish_reason != "stop" or not stops or llm.tokenizer is None:
+            return None
+        whole = llm.tokenizer.decode(result.token_ids, before=result.prompt_token_ids)
+        cut = whole[len(result.text) :]
+        return next((stop for stop in stops if cut.startswith(stop)), None)
+
+
+def _drain(events: Iterator[Event]) -> None:
+    for _ in events:
+        pass
