@@ -341,7 +341,7 @@ def _opened_gguf(file: GgufFile) -> Opened:
     except ConfigError as error:
         raise CheckpointError(f"{file.path}: {error}") from None
     heads = raw["num_attention_heads"], raw.get("num_key_value_heads", raw["num_attention_heads"])
-    return config, GgufTensors(file, raw["model_type"], heads), {}
+    return config, GgufTensors(file, heads, raw["num_hidden_layers"]), {}
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

@@ -285,6 +285,7 @@ GPT_OSS = Family(
         "decoder.{i}.experts.{e}.down.kernel": fused(f"{_GPT_OSS}.down_proj", 0, 1, True),
         "decoder.{i}.experts.{e}.down.bias": fused(f"{_GPT_OSS}.down_proj_bias", 0, 1),
     },
+    block_names("experts.{e}", "experts.{e}"),  # of GGUF files
 )
 
 MINIMAX_M2 = Family(

@@ -12,6 +12,7 @@ import numpy as np
 
 from flexgen_jax.models.folder import CheckpointError
 from flexgen_jax.models.formats.packed import PackedTensor
+from flexgen_jax.models.gguf.architectures import PARTS, architecture_of
 from flexgen_jax.models.gguf.blocks import BLOCKS, NAMES, PLAIN, decoded_by_package, leaves_of
 from flexgen_jax.models.gguf.container import Entry, GgufFile
 from flexgen_jax.models.tensors import Files
@@ -20,50 +21,35 @@ TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output.weight": "lm_head.weight",
     "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
 }
-
-PARTS = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-}
-"""Parts of a layer, without ".weight"."""
 
 EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 """Parts of all experts of a layer, [expert, row, column]."""
 
-OF_GEMMA = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+USELESS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors that the config says already; see `gguf.keys`."""
 
-USELESS = ("rope_freqs.weight",)
-"""Tensors that the config says already; see `gguf.config`."""
+ONE_ROW = ("moe_statics.e_score_correction_bias", "shared_expert_gate.weight")
+"""Vectors that are matrices of one row in Hugging Face's files."""
+
+WITHOUT_END = ("e_score_correction_bias", "self_attn.sinks")
+"""Parameters whose names have no ".weight" or ".bias"."""
 
 
 class GgufTensors:
     """The tensors of a GGUF file; see `models.tensors.Tensors`.
 
-    model_type: of the config that the file's metadata stands for; heads: of queries and of keys,
-    whose rows LLaMA's files have in another order.
+    heads: of queries and of keys, whose rows LLaMA's files have in another order; layers: how many
+    the model has.
     """
 
-    def __init__(self, file: GgufFile, model_type: str, heads: tuple[int, int]) -> None:
+    def __init__(self, file: GgufFile, heads: tuple[int, int], layers: int) -> None:
         self.packed: dict[str, PackedTensor] = {}
         self.notes: list[str] = []
         self.files = Files([file.path])
-        self._file, self._type, self._heads = file, model_type, heads
+        self._file, self._heads, self._layers = file, heads, layers
+        self._architecture = architecture_of(file)
         self._parts: dict[str, tuple[Entry, int | None]] = {}
         for name, entry in file.tensors.items():
             for full, expert in self._names(name, entry):
@@ -82,7 +68,8 @@ class GgufTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         entry, expert = self._parts[name]
-        return entry.shape if expert is None else entry.shape[1:]
+        shape = entry.shape if expert is None else entry.shape[1:]
+        return (1, *shape) if len(shape) == 1 and name.endswith(ONE_ROW) else shape
 
     def dtype(self, name: str) -> str:
         return PLAIN.get(self.kind(name), "F32")
@@ -100,8 +87,8 @@ class GgufTensors:
         shape = self.shape(name)
         block = BLOCKS[NAMES[entry.kind]]
         pitch = shape[-1] // block.elements * block.nbytes
-        begin = entry.begin + (expert or 0) * shape[0] * pitch
         rows = shape[0] if len(shape) > 1 else 1
+        begin = entry.begin + (expert or 0) * rows * pitch
         whole: np.ndarray = self._file.bytes[begin : begin + rows * pitch].reshape(rows, pitch)
         order = self._order(name, rows)
         return np.ascontiguousarray(
@@ -109,10 +96,10 @@ class GgufTensors:
         )
 
     def numbers(self, name: str) -> np.ndarray:
-        """Returns a vector. Files of Gemma have norms with 1 added."""
+        """Returns a vector."""
         tensor_type = self.kind(name)
         vector: np.ndarray = _plain(self.blocks(name, 0, 1), tensor_type, self._file.path)[0]
-        if self._type.startswith("gemma") and name.endswith("norm.weight"):
+        if self._architecture.adds_one and name.endswith("norm.weight"):
             vector = vector - np.float32(1)
         return vector
 
@@ -120,7 +107,7 @@ class GgufTensors:
         """Returns which stored row each row is, where rows are in another order: the two halves of
         a head, which are turned together, are woven in the files of LLaMA's kind."""
         match = re.search(r"self_attn\.([qk])_proj\.(weight|bias)$", name)
-        if match is None or self._type not in ("llama", "mistral", "mixtral"):
+        if match is None or not self._architecture.is_woven:
             return None
         heads = self._heads["qk".index(match[1])]
         order = np.arange(rows).reshape(heads, rows // heads // 2, 2)
@@ -134,19 +121,18 @@ class GgufTensors:
                 yield TOP.get(name, name), None
             return
         layer, tensor_name, end = match.groups()
-        table = PARTS | OF_GEMMA if self._type.startswith("gemma") else PARTS
-        before = f"model.layers.{layer}."
-        if tensor_name in EXPERTS:
-            path, block = EXPERTS[tensor_name], "mlp"
-            if self._type == "mixtral":
-                path, block = MIXTRAL[path], "block_sparse_moe"
-            for expert in range(entry.shape[0]):
-                yield f"{before}{block}.experts.{expert}.{path}.{end}", expert
+        if int(layer) >= self._layers:
             return
-        plain = table.get(tensor_name, tensor_name)
-        if self._type == "mixtral" and plain == "mlp.gate":
-            plain = "block_sparse_moe.gate"
-        yield f"{before}{plain}.{end}", None
+        architecture, before = self._architecture, f"model.layers.{layer}."
+        if tensor_name in EXPERTS:
+            block, matrices = architecture.experts
+            matrix = EXPERTS[tensor_name]
+            matrix = matrices.get(matrix, matrix)
+            for expert in range(entry.shape[0]):
+                yield f"{before}{block}.experts.{expert}.{matrix}.{end}", expert
+            return
+        plain = architecture.parts.get(tensor_name, PARTS.get(tensor_name, tensor_name))
+        yield before + (plain if plain.endswith(WITHOUT_END) else f"{plain}.{end}"), None
 
 
 class _Rows:

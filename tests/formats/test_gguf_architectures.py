@@ -1,0 +1,232 @@
+"""Every architecture of GGUF that is read: files with the names of the package `gguf`, by
+llama.cpp's rules, give the logits of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("gguf")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import gguf
+
+from flexgen_jax import LLM
+from flexgen_jax.models.gguf.architectures import ARCHITECTURES
+from tests.helpers.families import BASE, EXPERTS, GLM, LONG, Reference, rope
+from tests.helpers.models import prompts
+
+Keys = Mapping[str, Any]
+"""Metadata: `{arch}.` is left out."""
+
+YARN = rope("yarn", truncate=False, beta_fast=32.0, beta_slow=1.0, **LONG)
+YARN_KEYS = {
+    "rope.scaling.type": "yarn",
+    "rope.scaling.factor": 4.0,
+    "rope.scaling.original_context_length": 24,
+}
+
+CASES: dict[str, tuple[str, dict[str, Any], Keys]] = {
+    "llama": ("llama", {}, {}),
+    "qwen2": ("qwen2", {}, {}),
+    "qwen3": ("qwen3", {"head_dim": 16}, {}),
+    "qwen2moe": (
+        "qwen2_moe",
+        EXPERTS | {"shared_expert_intermediate_size": 24, "decoder_sparse_step": 1},
+        {"expert_shared_feed_forward_length": 24},
+    ),
+    "qwen3moe": ("qwen3_moe", EXPERTS | {"head_dim": 16, "norm_topk_prob": True}, {}),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 7}
+        | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+        {
+            "attention.sliding_window": 7,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 7}
+        | {
+            "num_hidden_layers": 6,
+            "layer_types": [*["sliding_attention"] * 5, "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        {"attention.sliding_window": 7, "rope.freq_base": 1e6},
+    ),
+    "phi3": (
+        "phi3",
+        {"sliding_window": 9},
+        {
+            "attention.sliding_window": 9,
+            "rope.dimension_count": 4,
+            "rope.scaling.original_context_length": 40,
+            "rope.scaling.attn_factor": float(np.sqrt(1 + np.log(96 / 40) / np.log(40))),
+        },
+    ),
+    "olmo2": ("olmo2", {}, {}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 4, "num_hidden_layers": 4}, {}),
+    "starcoder2": ("starcoder2", {"hidden_act": "gelu_pytorch_tanh"}, {}),
+    "glm4moe": (
+        "glm4_moe",
+        GLM
+        | {"head_dim": 16, "routed_scaling_factor": 2.5, "use_qk_norm": True}
+        | {"attention_bias": True, "norm_topk_prob": True, "n_group": 1, "topk_group": 1},
+        {
+            "expert_shared_count": 1,
+            "leading_dense_block_count": 1,
+            "expert_weights_scale": 2.5,
+            "expert_weights_norm": True,
+            "rope.dimension_count": 8,
+        },
+    ),
+    "ernie4_5-moe": (
+        "ernie4_5_moe",
+        {
+            "moe_num_experts": 6,
+            "moe_k": 2,
+            "moe_intermediate_size": 16,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+        },
+        {"expert_shared_feed_forward_length": 32, "leading_dense_block_count": 1},
+    ),
+    "minimax-m2": (
+        "minimax_m2",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
+        {"rope.dimension_count": 8},
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 7}
+        | YARN,
+        {"attention.sliding_window": 7, **YARN_KEYS},
+    ),
+}
+
+
+def metadata(config: Any) -> Keys:
+    """What every architecture has."""
+    num_experts = next(
+        (
+            getattr(config, name)
+            for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+            if getattr(config, name, None)
+        ),
+        0,
+    )
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None)
+    keys = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": getattr(config, "head_dim", None)
+        or config.hidden_size // config.num_attention_heads,
+        "attention.layer_norm_rms_epsilon": getattr(config, "rms_norm_eps", None),
+        "attention.layer_norm_epsilon": getattr(config, "norm_epsilon", None),
+        "rope.freq_base": (config.rope_parameters or {}).get("rope_theta"),
+    }
+    if num_experts:
+        keys |= {
+            "expert_count": num_experts,
+            "expert_used_count": chosen,
+            "expert_feed_forward_length": width,
+        }
+    return {key: value for key, value in keys.items() if value is not None}
+
+
+def stored(arch: str, config: Any, state: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a file, by llama.cpp's rules of conversion."""
+    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    for name, tensor in state.items():
+        array = tensor.float().numpy()
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        for part, rows in split(arch, name, array):
+            if ARCHITECTURES[arch].is_woven and ("q_proj" in part or "k_proj" in part):
+                heads = config.num_attention_heads
+                heads = heads if "q_proj" in part else config.num_key_value_heads
+                shape = rows.shape
+                rows = rows.reshape(heads, 2, -1, *shape[1:]).swapaxes(1, 2).reshape(shape)
+            if arch.startswith("gemma") and part.endswith("norm.weight"):
+                rows = rows + 1
+            theirs = table.get_name(part, try_suffixes=(".weight", ".bias"))
+            assert theirs is not None, part
+            is_bare = not theirs.endswith((".weight", ".bias"))
+            end = ".bias" if "exp_probs_b" in theirs else ".weight"
+            yield theirs + (end if is_bare else ""), rows
+
+
+def split(arch: str, name: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """The matrices of a tensor, under names that the package knows."""
+    if "experts.gate_up_proj" in name:
+        before, is_bias = name.partition("gate_up_proj")[0], name.endswith("bias")
+        end = ".bias" if is_bias else ".weight"
+        if arch == "gpt-oss":
+            gate, up = array[..., ::2], array[..., 1::2]
+            gate, up = (gate, up) if is_bias else (gate.swapaxes(1, 2), up.swapaxes(1, 2))
+        else:
+            gate, up = np.split(array, 2, axis=1)
+        yield f"{before}gate_proj{end}", gate
+        yield f"{before}up_proj{end}", up
+    elif "experts.down_proj" in name:
+        is_bias = name.endswith("bias")
+        rows = array.swapaxes(1, 2) if arch == "gpt-oss" and not is_bias else array
+        yield f"{name.partition('down_proj')[0]}down_proj{'.bias' if is_bias else '.weight'}", rows
+    elif name.endswith("e_score_correction_bias"):
+        name = name.replace("correction_bias", "correction.bias")
+        name = name.replace("gate.moe_statics", "moe_statics")
+        if arch == "minimax-m2":
+            name = name.replace("mlp", "block_sparse_moe")
+        yield name, array[0] if array.ndim == 2 else array
+    else:
+        yield name, array
+
+
+def write(path: Path, arch: str, config: Any, state: Mapping[str, Any], more: Keys) -> None:
+    writer = gguf.GGUFWriter(path, arch)
+    for key, value in {**metadata(config), **more}.items():
+        add = {bool: writer.add_bool, float: writer.add_float32, str: writer.add_string}
+        add.get(type(value), writer.add_uint32)(f"{arch}.{key}", value)
+    names = [f"t{n}" for n in range(config.vocab_size)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(names)
+    writer.add_token_types([1] * len(names))
+    writer.add_token_merges([])
+    if arch == "phi3":
+        for name in ("long", "short"):
+            factors = np.array(config.rope_parameters[f"{name}_factor"], np.float32)
+            writer.add_tensor(f"rope_factors_{name}.weight", factors)
+    for name, array in stored(arch, config, state):
+        writer.add_tensor(name, np.ascontiguousarray(array.astype(np.float32)))
+    for part in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{part}_to_file")()
+    writer.close()
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_logits_are_those_of_transformers(tmp_path: Path, arch: str) -> None:
+    family, fields, more = CASES[arch]
+    reference = Reference(tmp_path / "reference", family, 0, **{**BASE, **fields})
+    path = tmp_path / "model.gguf"
+    write(path, arch, reference.model.config, reference.model.state_dict(), more)
+    with LLM(path, dtype="float32") as llm:
+        scores = llm.score(prompt_token_ids=prompts())
+    for ids, score in zip(prompts(), scores, strict=True):
+        np.testing.assert_allclose(score.logprobs, reference.logprobs(ids), rtol=1e-4, atol=1e-4)
