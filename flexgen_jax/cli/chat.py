@@ -137,9 +137,11 @@ class Conversation:
     help=f"Maximum tokens per answer. Default: the model's default, or {MAX_TOKENS}.",
 )
 @sampling_options
+@click.argument("model_name", metavar="[MODEL]", required=False)
 @model_options
 @policy_options
 def chat(
+    model_name: str | None,
     system: str,
     load: Path | None,
     chat_options: tuple[str, ...],
@@ -153,6 +155,10 @@ def chat(
     to HuggingFaceTB/SmolLM2-135M-Instruct. /help lists the commands.
     """
 
+    if model_name is not None:
+        if flags["model"] is not None:
+            raise UserError("give the model either as MODEL or as --model, not both")
+        flags["model"] = model_name
     variables = parse_variables(chat_options)
     messages = [] if load is None else _loaded(load)
     params = sampling_params(flags, max_tokens=max_tokens, seed=flags["seed"])

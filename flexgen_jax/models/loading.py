@@ -30,7 +30,7 @@ from flexgen_jax.models.defaults import (
 from flexgen_jax.models.families import quantization_of
 from flexgen_jax.models.folder import INDEX, SINGLE, CheckpointError, indexed_names, read_json
 from flexgen_jax.models.gguf.config import config_of
-from flexgen_jax.models.gguf.folder import as_folder
+from flexgen_jax.models.gguf.folder import as_folder, only_gguf
 from flexgen_jax.models.shapes import SHAPES, known_shape, with_formats
 from flexgen_jax.models.tokenizer import Tokenizer
 from flexgen_jax.models.weight_source import DummyWeights, WeightSource
@@ -207,7 +207,7 @@ def _local_folder(name: str, needs_weights: bool = False) -> Path:
             raise CheckpointError(
                 f"{folder} is not a folder; pass the folder of config.json, or a .gguf file"
             )
-        return folder
+        return only_gguf(folder) or folder
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(
             f"{name} does not exist; pass a Hugging Face folder or a Hub id{_guess(name)}"

@@ -50,23 +50,22 @@ def added_by_type(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str,
 def of_bytes(
     tokens: Sequence[str],
     merges: Sequence[Sequence[str]],
-    pattern: str | None,
+    patterns: Sequence[str],
     repeats: bool,
     is_composed: bool = False,
 ) -> dict[str, Any]:
     """Returns the parts for a vocabulary of bytes.
 
-    pattern: how text is split, None as GPT-2 does, "" with each digit apart, too; repeats: whether
-    a word that is a token is one, whatever its merges; is_composed: whether text is put into
+    patterns: how text is split, one after another; none splits as GPT-2 does. repeats: whether a
+    word that is a token is one, whatever its merges; is_composed: whether text is put into
     Unicode's form NFC.
     """
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    steps: list[dict[str, Any]] = [{**by_bytes, "use_regex": not pattern}]
-    if pattern == "":
-        steps.insert(0, {"type": "Digits", "individual_digits": True})
-    elif pattern is not None:
-        split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
-        steps.insert(0, {**split, "invert": False})
+    splits = [
+        {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+        for regex in patterns
+    ]
+    steps: list[dict[str, Any]] = [*splits, {**by_bytes, "use_regex": not patterns}]
     return {
         "normalizer": {"type": "NFC"} if is_composed else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},

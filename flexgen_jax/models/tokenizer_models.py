@@ -62,7 +62,7 @@ def tiktoken_json(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     model_parts = tokenizer_json.of_bytes(
         [_text(token) for token in sorted(ranks, key=lambda token: ranks[token])],
         [merge[1:] for merge in merges],
-        PATTERNS.get(str(config.get("tokenizer_class")), LLAMA3),
+        (PATTERNS.get(str(config.get("tokenizer_class")), LLAMA3),),
         repeats=True,
     )
     return tokenizer_json.whole(model_parts, tokenizer_json.added(special))

@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 import gguf
 
 from flexgen_jax import LLM
+from flexgen_jax.models.folder import CheckpointError
 from flexgen_jax.models.gguf.architectures import ARCHITECTURES
 from tests.helpers.families import BASE, EXPERTS, GLM, LONG, Reference, rope
 from tests.helpers.models import prompts
@@ -202,7 +203,8 @@ def write(path: Path, arch: str, config: Any, state: Mapping[str, Any], more: Ke
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {**metadata(config), **more}.items():
         add = {bool: writer.add_bool, float: writer.add_float32, str: writer.add_string}
-        add.get(type(value), writer.add_uint32)(f"{arch}.{key}", value)
+        name = key if key.startswith("split.") else f"{arch}.{key}"
+        add.get(type(value), writer.add_uint32)(name, value)
     names = [f"t{n}" for n in range(config.vocab_size)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -218,6 +220,29 @@ def write(path: Path, arch: str, config: Any, state: Mapping[str, Any], more: Ke
     for part in ("header", "kv_data", "tensors"):
         getattr(writer, f"write_{part}_to_file")()
     writer.close()
+
+
+@pytest.mark.parametrize("named", ["part 1", "part 2", "folder"])
+def test_a_split_file_is_one_model(tmp_path: Path, named: str) -> None:
+    family, fields, more = CASES["qwen3"]
+    reference = Reference(tmp_path / "reference", family, 0, **{**BASE, **fields})
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config, state = reference.model.config, reference.model.state_dict()
+    names = [f"m-{number:05d}-of-00002.gguf" for number in (1, 2)]
+    for number, name in enumerate(names):
+        own = {key: state[key] for key in [*state][number::2]}
+        split = {"split.no": number, "split.count": 2, "split.tensors.count": len(state)}
+        write(folder / name, "qwen3", config, own, {**more, **split})
+    path = {"part 1": folder / names[0], "part 2": folder / names[1], "folder": folder}[named]
+    with LLM(path, dtype="float32") as llm:
+        score = llm.score(prompt_token_ids=[prompts()[0]])[0]
+    np.testing.assert_allclose(
+        score.logprobs, reference.logprobs(prompts()[0]), rtol=1e-4, atol=1e-4
+    )
+    (folder / names[1]).rename(folder / "other")
+    with pytest.raises(CheckpointError, match=f"{names[1]} is missing"):
+        LLM(folder / names[0])
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

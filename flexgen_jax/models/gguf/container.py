@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from math import prod
 from pathlib import Path
@@ -38,40 +39,82 @@ MAX_ENTRIES = 1 << 20
 vocabularies."""
 
 
+PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+"""The name of a part of a split file."""
+
+
 class Entry(NamedTuple):
-    """A tensor: the number of its type, its shape (the last axis is contiguous), and its bytes."""
+    """A tensor: the number of its type, its shape (the last axis is contiguous), its bytes, and the
+    number of the file that has them."""
 
     kind: int
     shape: tuple[int, ...]
     begin: int
     nbytes: int
+    part: int = 0
 
 
 class GgufFile:
-    """A GGUF file, whose header is read when it is opened; raises `CheckpointError` if that is
-    broken, or if a tensor goes past the file's end.
+    """A GGUF file, or all parts of a split one, of which any names the model. Headers are read when
+    it is opened; raises `CheckpointError` if one is broken, if a part is missing, or if a tensor
+    goes past its file's end.
 
-    metadata: by name; arrays are lists, of numbers NumPy's.
+    metadata: by name; arrays are lists, of numbers NumPy's. paths: of all parts. is_part: whether
+    only this part is read.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, is_part: bool = False) -> None:
+        self.path, self.paths = path, [path]
         self.bytes = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, "u1")
         self._at, self._view = 0, memoryview(cast("Any", self.bytes))
         try:
             self.metadata, self.tensors = self._header()
         except (struct.error, IndexError, ValueError, OverflowError, RecursionError) as error:
             raise CheckpointError(f"{path}: corrupt: its header cannot be read: {error}") from None
-        if int(self.metadata.get("split.count", 1)) > 1:
-            raise CheckpointError(
-                f"{path}: it is one part of a split file; join the parts first: llama-gguf-split "
-                f"--merge {path.name} whole.gguf"
-            )
         for name, entry in self.tensors.items():
             if entry.begin + entry.nbytes > self.bytes.size:
                 raise CheckpointError(
                     f"{path}: truncated: tensor {name!r} ends after the end of the file"
                 )
+
+        self._contents = [self.bytes]
+        count = int(self.metadata.get("split.count", 1))
+        if count > 1 and not is_part:
+            self._join(count)
+
+    def _join(self, count: int) -> None:
+        """Opens all parts of a split file. The first has the metadata."""
+        match = PART.fullmatch(self.path.name)
+        if match is None or int(match[2]) != count:
+            raise CheckpointError(
+                f"{self.path}: it is one of {count} parts, whose names must end with "
+                f"-00001-of-{count:05d}.gguf"
+            )
+        names = [f"{match[1]}-{n:05d}-of-{count:05d}.gguf" for n in range(1, count + 1)]
+        self.paths = [self.path.with_name(name) for name in names]
+        missing = [path.name for path in self.paths if not path.is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{self.path}: the part {missing[0]} is missing; get it into the same folder"
+            )
+        parts = [GgufFile(path, is_part=True) for path in self.paths]
+        self.path, self.metadata = self.paths[0], parts[0].metadata
+        self._contents = [part.bytes for part in parts]
+        self.tensors = {
+            name: entry._replace(part=number)
+            for number, part in enumerate(parts)
+            for name, entry in part.tensors.items()
+        }
+        total = int(self.metadata.get("split.tensors.count", len(self.tensors)))
+        if len(self.tensors) != total:
+            raise CheckpointError(
+                f"{self.path}: its parts have {len(self.tensors)} tensors instead of {total}; get "
+                "them again"
+            )
+
+    def content(self, entry: Entry) -> np.ndarray:
+        """Returns the bytes of the file that has a tensor."""
+        return self._contents[entry.part]
 
     def _header(self) -> tuple[dict[str, Any], dict[str, Entry]]:
         if bytes(self.bytes[:4]) != MAGIC:

@@ -9,11 +9,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from flexgen_jax.models.gguf.container import GgufFile
+from flexgen_jax.models.gguf.container import PART, GgufFile
 from flexgen_jax.models.gguf.tokenizer import tokenizer_files
 
-ENDS_OF_TURNS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>")
-"""End tokens in addition to the metadata's, as in llama.cpp."""
+ENDS = frozenset(
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
+        *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>"),
+        *("_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>"),
+        *("<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~["),
+    )
+)
+"""Texts of tokens that end a generation whatever their type, as in llama.cpp."""
+
+OF_HARMONY = frozenset(("<|return|>", "<|call|>", "<|end|>"))
+"""Where a vocabulary has these three, the last one ends a message, not the generation."""
 
 
 def files_of(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -23,14 +33,26 @@ def files_of(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     for name in ("eot", "eom"):
         number = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
         ends |= set() if number is None else {int(number)}
-    types = file.metadata.get("tokenizer.ggml.token_type", ())
-    control = {tokens[n]: n for n, token_type in enumerate(types) if token_type == 3}
-    ends |= {control[token] for token in ENDS_OF_TURNS if token in control}
+    texts = ENDS - ({"<|end|>"} if {*tokens} >= OF_HARMONY else set())
+    ends |= {number for number, token in enumerate(tokens) if token in texts}
     return {
         "config.json": config,
         "generation_config.json": {"eos_token_id": sorted(ends)} if ends else {},
         **tokenizer_files(file),
     }
+
+
+def only_gguf(folder: Path) -> Path | None:
+    """Returns the GGUF file of a folder that has no other model, the first part of a split one;
+    None if there is none, or more than one."""
+    if not folder.is_dir() or (folder / "config.json").is_file():
+        return None
+    models: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.gguf")):
+        if not path.name.startswith("mmproj"):  # of pictures
+            match = PART.fullmatch(path.name)
+            models.setdefault(match[1] if match else path.name, path)
+    return next(iter(models.values())) if len(models) == 1 else None
 
 
 @contextmanager

@@ -43,7 +43,7 @@ class Keys:
     def floats(self, tensor: str) -> list[float]:
         """Returns the numbers of a small tensor in fp32."""
         entry = self.file.tensors[tensor]
-        stored: np.ndarray = self.file.bytes[entry.begin : entry.begin + entry.nbytes]
+        stored: np.ndarray = self.file.content(entry)[entry.begin : entry.begin + entry.nbytes]
         return [float(number) for number in stored.view("<f4")]
 
 

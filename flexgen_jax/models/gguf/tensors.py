@@ -47,7 +47,7 @@ class GgufTensors:
     def __init__(self, file: GgufFile, heads: tuple[int, int], layers: int) -> None:
         self.packed: dict[str, PackedTensor] = {}
         self.notes: list[str] = []
-        self.files = Files([file.path])
+        self.files = Files(file.paths)
         self._file, self._heads, self._layers = file, heads, layers
         self._architecture = architecture_of(file)
         self._parts: dict[str, tuple[Entry, int | None]] = {}
@@ -89,7 +89,9 @@ class GgufTensors:
         pitch = shape[-1] // block.elements * block.nbytes
         rows = shape[0] if len(shape) > 1 else 1
         begin = entry.begin + (expert or 0) * rows * pitch
-        whole: np.ndarray = self._file.bytes[begin : begin + rows * pitch].reshape(rows, pitch)
+        whole: np.ndarray = self._file.content(entry)[begin : begin + rows * pitch].reshape(
+            rows, pitch
+        )
         order = self._order(name, rows)
         return np.ascontiguousarray(
             whole[start:stop] if order is None else whole[order[start:stop]]
@@ -141,8 +143,10 @@ class _Rows:
     def __init__(self, tensors: GgufTensors, name: str) -> None:
         self._tensors, self._name = tensors, name
 
-    def __getitem__(self, rows: slice) -> np.ndarray:
+    def __getitem__(self, rows: slice | tuple[int, slice]) -> np.ndarray:
         tensors, name = self._tensors, self._name
+        if isinstance(rows, tuple):  # of a vector that is a matrix of one row
+            return tensors.numbers(name)[rows[1]]
         shape = tensors.shape(name)
         start, stop, _ = rows.indices(shape[0])
         if len(shape) == 1:

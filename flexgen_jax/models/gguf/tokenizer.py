@@ -3,49 +3,14 @@ folder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from flexgen_jax.models import tokenizer_json
 from flexgen_jax.models.folder import CheckpointError
 from flexgen_jax.models.gguf.container import GgufFile
-from flexgen_jax.models.tokenizer_json import LLAMA3, NORMAL
-
-QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-SPLITS: Mapping[str, str | None] = {
-    "llama-bpe": LLAMA3,
-    "llama3": LLAMA3,
-    "llama-v3": LLAMA3,
-    "smaug-bpe": LLAMA3,
-    "dbrx": LLAMA3,
-    "falcon3": LLAMA3,
-    "pixtral": TEKKEN,
-    "tekken": TEKKEN,
-    "qwen2": QWEN2,
-    "deepseek-r1-qwen": QWEN2,
-    "megrez": QWEN2,
-    "gpt-2": None,
-    "phi-2": None,
-    "jina-en": None,
-    "olmo": None,
-    "dolma": None,
-    "smollm": "",
-    "starcoder": "",
-    "refact": "",
-    "command-r": "",
-    "codeshell": "",
-}
-"""How text is split before its bytes are joined, by "tokenizer.ggml.pre": a pattern, GPT-2's own
-(None), or that with each digit apart ("")."""
-
-REPEATS = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken", "pixtral"})
-"""Tokenizers that keep a word as one token if it is in the vocabulary, regardless of merges."""
+from flexgen_jax.models.gguf.pre_tokenizers import PRE_TOKENIZERS, Split
+from flexgen_jax.models.tokenizer_json import NORMAL
 
 
 def tokenizer_files(file: GgufFile) -> dict[str, Any]:
@@ -67,19 +32,22 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     return {"tokenizer.json": whole, "tokenizer_config.json": _config(file, tokens)}
 
 
+def split_of(file: GgufFile) -> Split:
+    """Returns how a vocabulary of bytes splits text; raises `CheckpointError` for an unknown
+    name."""
+    name = str(file.metadata.get("tokenizer.ggml.pre", "default"))
+    if name not in PRE_TOKENIZERS:
+        raise CheckpointError(
+            f"{file.path}: pre-tokenizer {name!r} is not supported; get the model as safetensors"
+        )
+    return PRE_TOKENIZERS[name]
+
+
 def _bpe(file: GgufFile, tokens: Sequence[str], _types: Sequence[int]) -> dict[str, Any]:
     """A vocabulary of bytes."""
-    pre = str(file.metadata.get("tokenizer.ggml.pre", "default"))
-    if pre not in SPLITS:
-        raise CheckpointError(
-            f"{file.path}: pre-tokenizer {pre!r} is unknown; get the model as safetensors, or "
-            "add its pattern to `SPLITS`"
-        )
     merges = [merge.split(" ", 1) for merge in file.metadata.get("tokenizer.ggml.merges", [])]
-    pattern = SPLITS[pre]
-    return tokenizer_json.of_bytes(
-        tokens, merges, pattern, repeats=pre in REPEATS, is_composed=pattern == QWEN2
-    )
+    split = split_of(file)
+    return tokenizer_json.of_bytes(tokens, merges, split.patterns, repeats=split.keeps_words)
 
 
 def _pieces(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
@@ -98,10 +66,11 @@ def _special(file: GgufFile, name: str, tokens: Sequence[str]) -> tuple[int, str
 def _add_ends(file: GgufFile, tokens: Sequence[str], whole: dict[str, Any]) -> None:
     """Adds what puts tokens at the beginning and the end of a prompt, where the file asks for
     it."""
-    is_pieces = file.metadata["tokenizer.ggml.model"] == "llama"
+    metadata = file.metadata
+    begins = metadata["tokenizer.ggml.model"] == "llama" or split_of(file).begins
     wants = {
-        "bos": file.metadata.get("tokenizer.ggml.add_bos_token", is_pieces),
-        "eos": file.metadata.get("tokenizer.ggml.add_eos_token", False),
+        "bos": metadata.get("tokenizer.ggml.add_bos_token", begins),
+        "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
     }
     ends = {name: _special(file, name, tokens) for name, is_wanted in wants.items() if is_wanted}
     if not any(ends.values()):
