@@ -107,6 +107,24 @@ CASES: dict[str, tuple[str, dict[str, Any], Keys]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8},
         {"rope.dimension_count": 8},
     ),
+    "qwen3next": (
+        "qwen3_next",
+        EXPERTS
+        | {"shared_expert_intermediate_size": 24, "head_dim": 16, "num_hidden_layers": 4}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 12}
+        | {"layer_types": [*["linear_attention"] * 3, "full_attention"]},
+        {
+            "expert_shared_feed_forward_length": 24,
+            "rope.dimension_count": 4,
+            "full_attention_interval": 4,
+            "ssm.conv_kernel": 4,
+            "ssm.state_size": 8,
+            "ssm.group_count": 2,
+            "ssm.time_step_rank": 4,
+            "ssm.inner_size": 48,
+        },
+    ),
     "gpt-oss": (
         "gpt_oss",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 7}
@@ -164,13 +182,14 @@ def stored(arch: str, config: Any, state: Mapping[str, Any]) -> Iterator[tuple[s
                 heads = heads if "q_proj" in part else config.num_key_value_heads
                 shape = rows.shape
                 rows = rows.reshape(heads, 2, -1, *shape[1:]).swapaxes(1, 2).reshape(shape)
-            if arch.startswith("gemma") and part.endswith("norm.weight"):
+            adds_one = arch.startswith("gemma") or arch == "qwen3next"
+            if adds_one and part.endswith("norm.weight") and "linear_attn" not in part:
                 rows = rows + 1
             theirs = table.get_name(part, try_suffixes=(".weight", ".bias"))
             assert theirs is not None, part
             is_bare = not theirs.endswith((".weight", ".bias"))
             end = ".bias" if "exp_probs_b" in theirs else ".weight"
-            yield theirs + (end if is_bare else ""), rows
+            yield theirs + (end if is_bare and "ssm_a" not in theirs else ""), rows
 
 
 def split(arch: str, name: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -189,6 +208,19 @@ def split(arch: str, name: str, array: np.ndarray) -> Iterator[tuple[str, np.nda
         is_bias = name.endswith("bias")
         rows = array.swapaxes(1, 2) if arch == "gpt-oss" and not is_bias else array
         yield f"{name.partition('down_proj')[0]}down_proj{'.bias' if is_bias else '.weight'}", rows
+    elif "in_proj_qkvz" in name:  # key head by key head: 2 of 8, and values and gates of 2 x 12
+        before = name.partition("in_proj_qkvz")[0]
+        heads = array.reshape(2, 64, -1)
+        queries, keys, values, gates = np.split(heads, [8, 16, 40], axis=1)
+        whole = [x.reshape(-1, array.shape[1]) for x in (queries, keys, values)]
+        yield f"{before}in_proj_qkv.weight", np.concatenate(whole)
+        yield f"{before}in_proj_z.weight", gates.reshape(-1, array.shape[1])
+    elif name.endswith("A_log"):
+        yield name, -np.exp(array)
+    elif name.endswith("dt_bias"):
+        yield name.replace("dt_bias", "dt_proj.bias"), array
+    elif "conv1d" in name:
+        yield name, array[:, 0]
     elif name.endswith("e_score_correction_bias"):
         name = name.replace("correction_bias", "correction.bias")
         name = name.replace("gate.moe_statics", "moe_statics")

@@ -179,7 +179,20 @@ QWEN3_5_NAMES: dict[str, str | Find] = {
     **pairs("decoder.{i}.attention.fade", f"{STATE}.in_proj_a", LINEAR),
 }
 
-QWEN3_NEXT = Family("qwen3_next", _qwen3_next, EXPERT_NAMES | QWEN3_NEXT_NAMES, FUSED_EXPERTS)
+QWEN3_NEXT_IN_GGUF: dict[str, str | Find] = {
+    **_attention_names(
+        [joined(f"{STATE}.in_proj_qkv.weight", _one_after_the_other, n) for n in range(3)]
+    ),
+    "decoder.{i}.attention.z.kernel": f"{STATE}.in_proj_z.weight",
+}
+"""Names of tensors that llama.cpp's converter divides."""
+
+QWEN3_NEXT = Family(
+    "qwen3_next",
+    _qwen3_next,
+    EXPERT_NAMES | QWEN3_NEXT_NAMES,
+    FUSED_EXPERTS | QWEN3_NEXT_IN_GGUF,
+)
 
 QWEN3_5 = Family("qwen3_5", _qwen3_5, NAMES | QWEN3_5_NAMES, prefixes=SEEING)
 QWEN3_5_TEXT = replace(QWEN3_5, model_type="qwen3_5_text")

@@ -215,6 +215,26 @@ def _glm4_moe(keys: Keys) -> dict[str, Any]:
     }
 
 
+def _qwen3_next(keys: Keys) -> dict[str, Any]:
+    size = keys.need("attention.key_length")
+    share = keys.need("rope.dimension_count") / size
+    return _experts(keys) | {
+        "num_hidden_layers": keys.need("block_count")
+        - int(keys.maybe("nextn_predict_layers") or 0),
+        "shared_expert_intermediate_size": keys.need("expert_shared_feed_forward_length"),
+        "norm_topk_prob": True,
+        "head_dim": size,
+        "partial_rotary_factor": share,
+        "rope_parameters": rope_of(keys) | {"partial_rotary_factor": share},
+        "full_attention_interval": keys.maybe("full_attention_interval") or 4,
+        "linear_conv_kernel_dim": keys.need("ssm.conv_kernel"),
+        "linear_key_head_dim": keys.need("ssm.state_size"),
+        "linear_num_key_heads": keys.need("ssm.group_count"),
+        "linear_num_value_heads": keys.need("ssm.time_step_rank"),
+        "linear_value_head_dim": keys.need("ssm.inner_size") // keys.need("ssm.time_step_rank"),
+    }
+
+
 def _ernie4_5_moe(keys: Keys) -> dict[str, Any]:
     width, shared = (
         keys.need("expert_feed_forward_length"),
@@ -298,6 +318,24 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _minimax_m2,
         {**SPARSE_ROUTER, "exp_probs_b": "block_sparse_moe.e_score_correction_bias"},
         MIXTRAL,
+    ),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        _qwen3_next,
+        {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_qkv": "linear_attn.in_proj_qkv",
+            "attn_gate": "linear_attn.in_proj_z",
+            "ssm_ba": "linear_attn.in_proj_ba",
+            "ssm_conv1d": "linear_attn.conv1d",
+            "ssm_a": "linear_attn.A_log",
+            "ssm_dt": "linear_attn.dt_bias",
+            "ssm_norm": "linear_attn.norm",
+            "ssm_out": "linear_attn.out_proj",
+            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+            **_shared("shared_expert"),
+        },
+        adds_one=True,
     ),
     "gpt-oss": Architecture(
         "gpt_oss",

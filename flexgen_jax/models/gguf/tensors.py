@@ -33,7 +33,7 @@ USELESS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 ONE_ROW = ("moe_statics.e_score_correction_bias", "shared_expert_gate.weight")
 """Vectors that are matrices of one row in Hugging Face's files."""
 
-WITHOUT_END = ("e_score_correction_bias", "self_attn.sinks")
+WITHOUT_END = ("e_score_correction_bias", "self_attn.sinks", "A_log", "dt_bias")
 """Parameters whose names have no ".weight" or ".bias"."""
 
 
@@ -69,6 +69,8 @@ class GgufTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         entry, expert = self._parts[name]
         shape = entry.shape if expert is None else entry.shape[1:]
+        if name.endswith("conv1d.weight"):  # Hugging Face's have one channel in each group
+            return shape[0], 1, shape[1]
         return (1, *shape) if len(shape) == 1 and name.endswith(ONE_ROW) else shape
 
     def dtype(self, name: str) -> str:
@@ -101,7 +103,10 @@ class GgufTensors:
         """Returns a vector."""
         tensor_type = self.kind(name)
         vector: np.ndarray = _plain(self.blocks(name, 0, 1), tensor_type, self._file.path)[0]
-        if self._architecture.adds_one and name.endswith("norm.weight"):
+        if name.endswith("A_log"):  # stored as -exp(A_log)
+            vector = np.log(-vector)
+        is_offset = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+        if self._architecture.adds_one and is_offset:
             vector = vector - np.float32(1)
         return vector
 
@@ -117,7 +122,7 @@ class GgufTensors:
 
     def _names(self, name: str, entry: Entry) -> Iterator[tuple[str, int | None]]:
         """Yields the names that a tensor has in Hugging Face's files, one for each expert."""
-        match = re.fullmatch(r"blk\.(\d+)\.([a-z_0-9]+)\.(weight|bias)", name)
+        match = re.fullmatch(r"blk\.(\d+)\.([a-z_0-9]+)(?:\.(weight|bias))?", name)
         if match is None:
             if name not in USELESS:
                 yield TOP.get(name, name), None
@@ -151,7 +156,9 @@ class _Rows:
         start, stop, _ = rows.indices(shape[0])
         if len(shape) == 1:
             return tensors.numbers(name)[start:stop]
-        return _plain(tensors.blocks(name, start, stop), tensors.kind(name), tensors.path(name))
+        blocks = tensors.blocks(name, start, stop)
+        plain = _plain(blocks, tensors.kind(name), tensors.path(name))
+        return plain.reshape(stop - start, *shape[1:])
 
 
 def _plain(blocks: np.ndarray, kind: str, path: Path) -> np.ndarray:
