@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax
 
 from flexgen_jax import LLM, Request, SamplingParams
-from flexgen_jax.engine.sampling import adjusting_arrays
+from flexgen_jax.engine.sampling import adjusting_arrays, sampling_arrays
 from flexgen_jax.layers.sampling import adjust, keep_top, log_probabilities, only_allowed
 from tests.helpers.arrays import anew
 from tests.helpers.cases import examples
@@ -148,3 +148,22 @@ def test_only_allowed_tokens_keep_their_logits(allowed: list[bool]) -> None:
     masked = np.asarray(anew(only_allowed)(found, np.stack([bits, ~np.zeros(2, np.uint32)])))
     np.testing.assert_array_equal(masked[0], np.where(allowed, found[0], -np.inf))
     np.testing.assert_array_equal(masked[1], found[1])
+
+
+def test_a_parameter_that_is_not_set_excludes_no_token() -> None:
+    """For `sample`: top_k 0, top_p 1 and min_p 0."""
+    plain, chosen = (
+        SamplingParams(temperature=0.7),
+        SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1),
+    )
+    temperature, top_k, top_p, min_p, _, _ = sampling_arrays([plain, chosen], [0, 1], [0, 0])
+    np.testing.assert_allclose(temperature, [0.7, 0.5])
+    assert top_k.tolist() == [0, 3]
+    np.testing.assert_allclose(top_p, [1, 0.9])
+    np.testing.assert_allclose(min_p, [0, 0.1])
+
+
+@pytest.mark.parametrize("top_p", [0, 1.01, 2, "a", True])
+def test_top_p_is_a_share(top_p: object) -> None:
+    with pytest.raises(ValueError, match="top_p must be"):
+        SamplingParams(top_p=top_p)  # type: ignore[arg-type]

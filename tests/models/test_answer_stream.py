@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flexgen_jax.engine.stop_strings import Texts
 from flexgen_jax.models.answer_stream import AnswerStream
 from flexgen_jax.models.loading import shipped_model
 from flexgen_jax.models.marks import HARMONY
@@ -109,3 +110,13 @@ def test_the_name_of_reasoning_is_left_out_of_plain_marks(size: int) -> None:
     stream = AnswerStream(Tokenizer(shipped_model(), None))
     made = [x for n in range(0, len(text), size) for x in stream.add_text(text[n : n + size])]
     assert joined([*made, *stream.end()]) == ("So.", "Hi")
+
+
+def test_a_stop_string_may_be_a_special_token(tokenizer: Tokenizer) -> None:
+    """Which texts do not have; plain tokens are found in the text."""
+    texts = Texts(tokenizer)
+    ids = tokenizer.encode("ab<|end|>", is_whole=True)
+    assert texts.is_special_stop(ids, ["x", "<|end|>"])
+    assert not texts.is_special_stop(ids, ["<|call|>"])
+    assert not texts.is_special_stop(ids, [])
+    assert not texts.is_special_stop(ids[:2], ["b"])
