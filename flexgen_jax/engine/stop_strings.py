@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flexgen_jax.engine.requests import EncodedRequest
+from flexgen_jax.models.marks import opened_by
 from flexgen_jax.models.reasoning import split_reasoning
 from flexgen_jax.models.tokenizer import Tokenizer
 
@@ -57,12 +58,18 @@ class Texts:
         reasoning of an answer; None as long as it has not ended."""
         if not request.is_chat or self._tokenizer is None:
             return 0
+        close = opened_by(self._tokenizer, request.given_ids)
+        end_id = None if close is None else self._tokenizer.token_id(close)
+        if end_id in self._tokenizer.special_ids and end_id not in ids:
+            return None  # at once, since reasoning may be long
         answer = split_reasoning(
             self._tokenizer, request.given_ids, ids, text := self.decode(request, ids)
         )
         if answer is None:
             return 0
-        return None if answer.content is None else len(text) - len(answer.content)
+        if answer.content is None:
+            return len(text) if answer.calls else None
+        return len(text) - len(answer.content)
 
     def _may_end(self, token: int, stops: Sequence[str]) -> bool:
         """Returns whether a stop string may end within a token's text. Most tokens have no part of

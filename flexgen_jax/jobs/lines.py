@@ -121,7 +121,7 @@ def read_line(
         return _from_plain(raw, name, number, chat_tokens, seed)
     except LineError as error:
         raise LineError(str(error), line_id, not is_openai) from None
-    except (ValueError, TypeError, OverflowError) as error:  # of `SamplingParams`
+    except (ValueError, TypeError, OverflowError, AttributeError, LookupError) as error:
         raise LineError(str(error), line_id, not is_openai) from None
 
 
@@ -298,7 +298,7 @@ def _tool_choice(choice: Any) -> tuple[str, list[str] | None]:
         case {
             "type": "allowed_tools",
             "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*tools]},
-        }:
+        } if all(isinstance(tool, dict) for tool in tools):
             return mode, [name for tool in tools for name in tools_of([tool]).schemas]
     raise LineError(
         '"tool_choice" must be "none", "auto", "required", {"type": "function", "function": '

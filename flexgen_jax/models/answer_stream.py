@@ -204,6 +204,7 @@ class AnswerStream:
             header, mark = yield from text.until("<|message|>")
             if mark is None:
                 return
+            header = header.replace(text.key("<|constrain|>"), " ")
             recipient = RECIPIENT.search(header)
             channel = header.rpartition(text.key("<|channel|>"))[2].split()[:1]
             if recipient is not None:

@@ -16,7 +16,10 @@ REASONING_MARKS = {
 }
 """The beginning of reasoning, and its end. A line break follows Gemma 4's "<|channel>thought"."""
 
-HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
+HARMONY = (
+    *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),
+    *("<|end|>", "<|return|>", "<|call|>"),
+)
 """Marks of Harmony's format, which are special tokens."""
 
 LAST_TOKENS = 16

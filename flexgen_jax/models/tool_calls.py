@@ -96,7 +96,7 @@ def typed(text: str, schema: Any) -> Any:
     for read in (json.loads, ast.literal_eval):
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
             value = read(text.strip())
-            json.dumps(value)
+            json.dumps(value, allow_nan=False)
             return value
     return {"true": True, "false": False}.get(text.strip().lower(), text)
 
@@ -105,10 +105,12 @@ def _types(schema: Any) -> set[str]:
     """Returns the JSON types that a schema names."""
     if not isinstance(schema, Mapping):
         return set()
-    named = schema.get("type", ())
-    types = {named} if isinstance(named, str) else {x for x in named if isinstance(x, str)}
+    named = schema.get("type")
+    names = [named] if isinstance(named, str) else named if isinstance(named, list) else []
+    types = {name for name in names if isinstance(name, str)}
     for key in ("anyOf", "oneOf", "allOf"):
-        for option in schema.get(key) or ():
+        options = schema.get(key)
+        for option in options if isinstance(options, list) else ():
             types |= _types(option)
     if not types and isinstance(schema.get("enum"), list):
         types = {"string"} if all(isinstance(x, str) for x in schema["enum"]) else set()
@@ -116,9 +118,11 @@ def _types(schema: Any) -> set[str]:
 
 
 class Tags(NamedTuple):
-    """A form whose parameters have tags of their own. function_begin: that of `function`."""
+    """A form whose parameters have tags of their own. function_begin, parameter_begin: those of
+    `function` and `parameter`."""
 
     function_begin: str
+    parameter_begin: str
     function: re.Pattern[str]
     function_end: str
     parameter: re.Pattern[str]
@@ -127,6 +131,7 @@ class Tags(NamedTuple):
 
 QWEN = Tags(
     "<function=",
+    "<parameter=",
     re.compile(r"<function=([^>\n]+)>"),
     "</function>",
     re.compile(r"<parameter=([^>\n]+)>"),
@@ -134,6 +139,7 @@ QWEN = Tags(
 )
 INVOKE = Tags(
     "<invoke name=",
+    "<parameter name=",
     re.compile(r'<invoke name="?([^">\n]+)"?>'),
     "</invoke>",
     re.compile(r'<parameter name="?([^">\n]+)"?>'),
@@ -141,6 +147,7 @@ INVOKE = Tags(
 )
 DSML = Tags(
     '<｜DSML｜invoke name="',
+    '<｜DSML｜parameter name="',
     re.compile(r'<｜DSML｜invoke name="([^"\n]+)">'),
     "</｜DSML｜invoke>",
     re.compile(r'<｜DSML｜parameter name="([^"\n]+)" string="(true|false)">'),
@@ -150,7 +157,7 @@ DSML = Tags(
 HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{])')
 """The beginning of a call in JSON whose arguments can be passed on as they come."""
 
-PYTHON_CALL = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
+PYTHON_CALL = re.compile(r"\[\s*([A-Za-z_][\w.]*)\(")
 KIMI_HEADER = re.compile(r"(?:functions\.)?([\w.\-]+?)(?::\d+)?\s*$")
 GEMMA_CALL = re.compile(r"call:([\w.\-]+)(\{.*\})\s*$", re.DOTALL)
 GEMMA_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w\-]*)\s*:")
@@ -195,7 +202,8 @@ class CallReader:
             return (yield from self._json_calls())
         if first == "[":
             yield from text.wait(lambda: len(text.buffer) > 200 or "(" in text.buffer)
-            if PYTHON_CALL.match(text.buffer.lstrip()):
+            call = PYTHON_CALL.match(text.buffer.lstrip())
+            if call is not None and call[1] in self._tools:
                 return (yield from self._python(None))
         return False
 
@@ -212,8 +220,9 @@ class CallReader:
                 return has_call
             has_call = True
 
-    def _json_call(self) -> Reading[bool]:
-        """Reads an object; returns False, and reads nothing, unless it is a call."""
+    def _json_call(self, end: str | None = None) -> Reading[bool]:
+        """Reads an object; returns False, and reads nothing, unless it is a call. end: a mark that
+        ends an object whose last bracket is missing."""
         text, scanner, num_scanned = self._text, JsonScanner(), 0
         while True:
             head = HEAD.match(text.buffer)
@@ -223,7 +232,7 @@ class CallReader:
                 text.take(head.end())
                 text.call(head[1])
                 yield from self._verbatim()
-                yield from self._rest_of_object()
+                yield from self._rest_of_object(end)
                 return True
             num_bytes = scanner.end(text.buffer[num_scanned:])
             if num_bytes is not None:
@@ -260,9 +269,15 @@ class CallReader:
                 return
             yield
 
-    def _rest_of_object(self) -> Reading[None]:
-        """Skips what follows a call's arguments in its object."""
-        text, scanner = self._text, JsonScanner(depth=1)
+    def _rest_of_object(self, end: str | None) -> Reading[None]:
+        """Skips what follows a call's arguments in its object, up to the mark `end` at most."""
+        text = self._text
+        yield from text.skip(" \n\r\t")
+        if end is not None:
+            yield from text.wait(lambda: text.starts(end) or not text.may_begin(end))
+            if text.starts(end):  # the model forgot the bracket
+                return
+        scanner = JsonScanner(depth=1)
         while True:
             size = scanner.end(text.buffer)
             text.take(len(text.buffer) if size is None else size)
@@ -278,7 +293,7 @@ class CallReader:
         yield from text.wait(lambda: bool(text.buffer.lstrip()))
         yield from text.skip(" \n\r\t")
         if text.buffer.startswith("{"):
-            is_call = yield from self._json_call()
+            is_call = yield from self._json_call(end)
             if is_call:
                 yield from text.skip_past(end)
             return is_call
@@ -326,18 +341,24 @@ class CallReader:
                 continue
             if head is None:
                 break
-            value, mark = yield from text.until(tags.parameter_end)
+            value, mark = yield from text.until(
+                tags.parameter_end, tags.function_end, f"\n{tags.parameter_begin}"
+            )
             if mark is None:
                 break
+            if mark not in (tags.parameter_end, tags.function_end):  # without an end of its own
+                text.put_back(mark)
             name = head[1].strip()
             if len(head.groups()) > 1:
                 is_text = head[2] == "true"
                 plain: Any = value if is_text else typed(value, {})
             else:
                 value = value.removeprefix("\n").removesuffix("\n")
-                plain = typed(value, (schema.get("properties") or {}).get(name))
+                plain = typed(value, _properties(schema).get(name))
             text.arguments(f"{separator}{json.dumps(name)}: {_dumped(plain)}")
             separator = ", "
+            if mark == tags.function_end:
+                break
         if mark is not None:
             text.arguments("{}" if separator == "{" else "}")
 
@@ -350,7 +371,7 @@ class CallReader:
         if name not in self._tools:
             return False
         _, mark = yield from text.until("<arg_key>", end)
-        properties = self._tools[name].get("properties") or {}
+        properties = _properties(self._tools[name])
         text.call(name)
         separator = "{"
         while mark == "<arg_key>":
@@ -358,13 +379,14 @@ class CallReader:
             _, mark = yield from text.until("<arg_value>", end)
             if mark != "<arg_value>":
                 break
-            value, mark = yield from text.until("</arg_value>")
+            value, mark = yield from text.until("</arg_value>", "<arg_key>", end)
             if mark is None:
                 return True
             plain = typed(value, properties.get(key.strip()))
             text.arguments(f"{separator}{json.dumps(key.strip())}: {_dumped(plain)}")
             separator = ", "
-            _, mark = yield from text.until("<arg_key>", end)
+            if mark == "</arg_value>":
+                _, mark = yield from text.until("<arg_key>", end)
         if mark is not None:
             text.arguments("{}" if separator == "{" else "}")
         return True
@@ -476,23 +498,19 @@ class CallReader:
     def _python(self, end: str | None) -> Reading[bool]:
         """Reads [F(K="V"), ...]. end: the mark after the list; None: the list ends itself."""
         text = self._text
-        calls: list[ToolCall] | None = None
-        size = 0
-
-        def is_complete() -> bool:
-            nonlocal calls, size
-            body, mark, size = text.peek("]" if end is None else end)
-            while mark is not None:
-                calls = _python_calls(body + "]" if end is None else body)
-                if calls is not None or end is not None:
-                    return True
-                following = text.buffer.find("]", size)
-                if following < 0:
-                    return False
-                body, size = text.buffer[:following], following + 1
-            return False
-
-        yield from text.wait(is_complete)
+        if end is not None:
+            yield from text.wait(lambda: text.has_any(end))
+            source, _, size = text.peek(end)
+        else:
+            scanner, num_scanned, place = PythonScanner(), 0, None
+            while place is None and not text.is_last:
+                place = scanner.end(text.buffer[num_scanned:])
+                if place is None:
+                    num_scanned = len(text.buffer)
+                    yield
+            size = len(text.buffer) if place is None else num_scanned + place
+            source = text.buffer[:size]
+        calls = _python_calls(source)
         if calls is None or not all(call.name in self._tools for call in calls):
             return False
         text.take(size)
@@ -503,6 +521,11 @@ class CallReader:
     def _whole(self, name: str, arguments: str) -> None:
         self._text.call(name)
         self._text.arguments(arguments)
+
+
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    properties = schema.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def _python_calls(source: str) -> list[ToolCall] | None:
@@ -552,6 +575,30 @@ class JsonScanner:
             elif char in "{[":
                 self._depth += 1
             elif char in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return index + 1
+        return None
+
+
+class PythonScanner:
+    """Finds the end of a Python list in a text that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._depth, self._quote, self._is_escaped = 0, "", False
+
+    def end(self, piece: str) -> int | None:
+        """Returns the number of characters of this piece up to the end; None before it."""
+        for index, char in enumerate(piece):
+            if self._quote:
+                if not self._is_escaped and char == self._quote:
+                    self._quote = ""
+                self._is_escaped = not self._is_escaped and char == "\\"
+            elif char in "\"'":
+                self._quote = char
+            elif char in "([{":
+                self._depth += 1
+            elif char in ")]}":
                 self._depth -= 1
                 if self._depth <= 0:
                     return index + 1

@@ -64,7 +64,10 @@ class Batches:
             if description["status"] not in PENDING:
                 continue
             if description.get("model_id", self._model_id) == self._model_id:
-                self._run(description)
+                try:
+                    self._run(description)
+                except OSError as error:  # a later server tries again
+                    logger().error("flexgen-jax: %s: %s", description["id"], error)
             else:
                 logger().warning(
                     "flexgen-jax: %s is unfinished and was begun with another model; a server of "
@@ -105,7 +108,6 @@ class Batches:
             "metadata": body.get("metadata"),
             "model_id": self._model_id,
         }
-        self._save(description)
         self._run(description)
         return description
 
@@ -132,17 +134,24 @@ class Batches:
     def cancel(self, batch_id: str) -> dict[str, Any]:
         """Ends a batch with the results so far."""
         description = self.get(batch_id)
-        batch = self._running.get(batch_id)
-        if batch is None or description["status"] not in PENDING:
+        if description["status"] not in PENDING:
             raise RefusedError(400, f"the batch {batch_id!r} is {description['status']}")
-        batch.cancel()
-        return batch.current()
+        batch = self._running.get(batch_id)
+        if batch is not None:
+            batch.cancel()
+            return batch.current()
+        # One of another model, which no server may continue.
+        description["status"] = "cancelling"
+        self._save(description)
+        self._run(description)
+        return description
 
     def _run(self, description: dict[str, Any]) -> None:
         """Runs a batch in a task. Its input is linked, so that a client may delete the file."""
         input_path = self._files.content(description["input_file_id"])
         batch = RunningBatch(self._folder, description, self._engine, self._save, self._model_id)
         batch.keep_input(input_path)
+        self._save(description)
         self._running[description["id"]] = batch
         task = asyncio.create_task(self._run_until_done(batch))
         self._tasks.add(task)
@@ -196,7 +205,9 @@ class RunningBatch:
         try:
             os.link(path, self._input)
         except OSError:  # a file system without links
-            shutil.copyfile(path, self._input)
+            partial = self._input.with_suffix(".part")
+            shutil.copyfile(path, partial)
+            partial.replace(self._input)
 
     def current(self) -> dict[str, Any]:
         """Returns the description with the current counts."""
@@ -218,10 +229,10 @@ class RunningBatch:
 
     def cancel(self) -> None:
         """Submits no more requests, and cancels running ones."""
-        self._enter("cancelling")
-        self._save(self.current())
         if self._runner is not None:
             self._runner.cancel()
+        self._enter("cancelling")
+        self._save(self.current())
 
     async def run(self, threads: ThreadPoolExecutor) -> None:
         """Runs the job. An error that another try would meet again is kept as the batch's error."""
@@ -284,12 +295,11 @@ class RunningBatch:
     def close(self) -> None:
         """Enters the final state, and deletes the job's files."""
         self._job = None
-        was_cancelled = self.description["status"] == "cancelling"
+        final = "cancelled" if self.description["status"] == "cancelling" else "completed"
         if self.description["errors"] is not None:
-            self._enter("failed")
-        else:
-            self._enter("cancelled" if was_cancelled else "completed")
-        self._save(self.description)
+            final = "failed"
+        self._save({**self.description, "status": final, f"{final}_at": int(time.time())})
+        self._enter(final)
         for path in (self._input, *self._results.parent.glob(f"{self._results.name}*")):
             path.unlink(missing_ok=True)
 

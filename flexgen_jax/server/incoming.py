@@ -74,7 +74,10 @@ def check_site(request: Request, allowed_origins: Sequence[str]) -> None:
     """Raises `RefusedError` for a request of another site's page, which a browser on this machine
     sends: one with a foreign Host or Origin, or with a body that needs no permission of CORS."""
     host = request.headers.get("host", "")
-    name = urlsplit(f"//{host}").hostname or ""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        name = ""
     if name != "localhost" and not _is_loopback(name):
         raise RefusedError(403, f"the host {host!r} is not this machine; or set --api-key")
     origin = request.headers.get("origin")

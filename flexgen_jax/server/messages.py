@@ -97,7 +97,7 @@ def _messages(message: Any) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = [
         {
             "role": "tool",
-            "tool_call_id": block.get("tool_use_id"),
+            "tool_call_id": _own_id(block.get("tool_use_id")),
             "content": _text(block.get("content") or "", "tool_result"),
         }
         for block in blocks
@@ -114,13 +114,21 @@ def _messages(message: Any) -> list[dict[str, Any]]:
     if calls:
         own["tool_calls"] = [
             {
-                "id": block.get("id"),
+                "id": _own_id(block.get("id")),
                 "type": "function",
                 "function": {"name": block.get("name"), "arguments": block.get("input") or {}},
             }
             for block in calls
         ]
     return [*made, own]
+
+
+PREFIX = "toolu_"
+"""The beginning of Anthropic's ids of calls, which templates do not know."""
+
+
+def _own_id(call_id: Any) -> Any:
+    return call_id.removeprefix(PREFIX) if isinstance(call_id, str) else call_id
 
 
 def _text(content: Any, name: str) -> str:
@@ -184,7 +192,7 @@ class MessageWriter:
             block["signature"] = ""
         elif kind == "tool_use":
             name = piece.call_id or call_id(self._id, len(blocks))
-            block = {"type": kind, "id": f"toolu_{name}", "name": piece.text, "input": {}}
+            block = {"type": kind, "id": f"{PREFIX}{name}", "name": piece.text, "input": {}}
         blocks.append(block)
         index = len(blocks) - 1
         event = {"type": "content_block_start", "index": index, "content_block": {**block}}

@@ -86,7 +86,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
     elif kind in ("function_call", "custom_tool_call"):
         arguments = item.get("arguments", item.get("input"))
         call = {
-            "id": item.get("call_id"),
+            "id": _own_id(item.get("call_id")),
             "type": "function",
             "function": {"name": item.get("name"), "arguments": arguments},
         }
@@ -96,9 +96,18 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
             messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
     elif kind in ("function_call_output", "custom_tool_call_output"):
         text = _text({"content": item.get("output", "")})
-        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": text})
+        call = _own_id(item.get("call_id"))
+        messages.append({"role": "tool", "tool_call_id": call, "content": text})
     elif kind != "reasoning":
         raise RefusedError(400, f"an item of type {kind!r} is not supported")
+
+
+PREFIX = "call_"
+"""The beginning of OpenAI's ids of calls, which templates do not know."""
+
+
+def _own_id(call_id: Any) -> Any:
+    return call_id.removeprefix(PREFIX) if isinstance(call_id, str) else call_id
 
 
 def _text(item: Mapping[str, Any]) -> str:
@@ -118,6 +127,8 @@ def _text(item: Mapping[str, Any]) -> str:
 
 def _take_tools(body: Mapping[str, Any], chat: dict[str, Any]) -> None:
     """Takes the functions among the tools, which are flat here; others are passed over."""
+    if not isinstance(body.get("tools") or [], list):
+        raise RefusedError(400, '"tools" must be a list of objects')
     functions = [
         {"type": "function", "function": {key: tool[key] for key in FUNCTION if key in tool}}
         for tool in body.get("tools") or ()
@@ -215,7 +226,7 @@ class ResponseWriter:
         number = len(output)
         item: dict[str, Any] = {"type": kind, "status": "in_progress"}
         if kind == "function_call":
-            name = piece.call_id or f"call_{call_id(self._id, number)}"
+            name = piece.call_id or f"{PREFIX}{call_id(self._id, number)}"
             item |= {"id": f"fc_{self._id}_{number}", "call_id": name, "name": piece.text}
             item["arguments"] = ""
         elif kind == "message":

@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +22,9 @@ MIN_WAITING_TEXTS = 16
 
 MIN_RETRY_S, MAX_RETRY_S = 5.0, 60.0
 """Seconds before requests are submitted again after a fault of the machine."""
+
+MAX_FAILURES = 2
+"""A request with which the engine fails so often gets an error: it may be the cause."""
 
 POLL_S = 0.05
 """Seconds between two checks whether more requests may be submitted."""
@@ -55,7 +58,9 @@ class SharedRunner:
         # Requests to submit before those of the source, not before a time.
         self._again: deque[Request] = deque()
         self._retry_at, self._retry_s = 0.0, MIN_RETRY_S
-        self._is_stopped = self._is_cancelled = False
+        # How often the engine failed with each request.
+        self._num_failures: Counter[str] = Counter()
+        self._is_stopped = self._is_cancelled = self._engine_is_broken = False
 
     def stop(self) -> None:
         """Interrupts the job, which writes its journal."""
@@ -104,7 +109,7 @@ class SharedRunner:
     def _submit(self, source: Iterable[Request]) -> bool:
         """Submits requests while the engine has room; returns whether the source has ended."""
         requests = iter(source)
-        while True:
+        while not self._is_ending:
             request = self._again.popleft() if self._again else next(requests, None)
             if request is None:
                 return True
@@ -112,6 +117,12 @@ class SharedRunner:
             if not is_accepted.result():
                 self._again.appendleft(request)
                 return False
+        return False
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether no more requests are to be submitted."""
+        return self._is_stopped or self._is_cancelled or self._engine_is_broken
 
     def _receive(self, on_token: OnToken | None) -> None:
         """Receives tokens and results, after a short wait for a result."""
@@ -132,6 +143,7 @@ class SharedRunner:
                 self._finish(request, event)
 
     def _finish(self, request: Request, result: RequestOutput) -> None:
+        self._tokens.pop(request.id, None)
         if result.finish_reason == "cancelled":
             return
         self._ready.append(
@@ -149,7 +161,10 @@ class SharedRunner:
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Gives an impossible request an error; retries others later."""
-        if isinstance(error, EngineError) and error.status < 500:
+        self._num_failures[request.id] += isinstance(error, EngineError) and error.status == 500
+        is_its_fault = self._num_failures[request.id] >= MAX_FAILURES
+        if isinstance(error, EngineError) and (error.status < 500 or is_its_fault):
+            self._tokens.pop(request.id, None)
             prompt_ids = list(request.prompt_token_ids or ())
             self._ready.append(
                 RequestOutput(
@@ -159,7 +174,7 @@ class SharedRunner:
             return
         self._again.append(request)
         if isinstance(error, EngineError) and self._engine.is_broken:
-            self._retry_at = inf  # the batch waits for the next server
+            self._engine_is_broken, self._retry_at = True, inf  # a next server continues
         elif time.monotonic() >= self._retry_at:
             logger().error(
                 "flexgen-jax: %s: %s; retrying in %.0f s", self._name, error, self._retry_s
@@ -171,7 +186,7 @@ class SharedRunner:
 
     async def _begin(self, request: Request) -> bool:
         """Submits a request; returns False where the engine has no room for it."""
-        if not self._has_room():
+        if self._is_ending or not self._has_room():
             return False
         # Not the job's id: a request of an earlier run may still be ending.
         renamed = replace(request, id=self._engine.next_id())

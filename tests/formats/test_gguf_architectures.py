@@ -71,6 +71,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Keys]] = {
         {
             "attention.sliding_window": 9,
             "rope.dimension_count": 4,
+            "rope.scaling.type": "longrope",
             "rope.scaling.original_context_length": 40,
             "rope.scaling.attn_factor": float(np.sqrt(1 + np.log(96 / 40) / np.log(40))),
         },
@@ -277,6 +278,7 @@ def test_a_split_file_is_one_model(tmp_path: Path, named: str) -> None:
         LLM(folder / names[0])
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_logits_are_those_of_transformers(tmp_path: Path, arch: str) -> None:
     family, fields, more = CASES[arch]

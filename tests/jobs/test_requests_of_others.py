@@ -101,6 +101,15 @@ def test_what_says_nothing_new_is_taken(field: str) -> None:
         ({"tool_choice": "required"}, 'needs "tools"'),
         ({"tool_choice": "any"}, '"tool_choice" must be'),
         (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": ["f"]},
+                }
+            },
+            '"tool_choice" must be',
+        ),
+        (
             {"tool_choice": {"type": "function", "function": {"name": "g"}}},
             "names the tool 'g', which",
         ),

@@ -264,6 +264,47 @@ def test_prose_is_text(plain: Tokenizer, prose: str, sizes: list[int]) -> None:
     assert texts(pieces, "content") == prose
 
 
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        (
+            "<function=weather>\n<parameter=city>\na\n<parameter=days>\n2\n</function>",
+            {"city": "a", "days": 2},
+        ),
+        ("<function=weather>\n<parameter=city>\na</function>", {"city": "a"}),
+        (
+            "weather\n<arg_key>city</arg_key><arg_value>a<arg_key>days</arg_key>"
+            "<arg_value>2</arg_value>",
+            {"city": "a", "days": 2},
+        ),
+    ],
+)
+@pytest.mark.parametrize("sizes", [[1], [999]])
+def test_missing_ends_lose_nothing(
+    plain: Tokenizer, written: str, expected: dict[str, Any], sizes: list[int]
+) -> None:
+    second = FORMS["hermes"]([("weather", {"days": 1})])
+    pieces = read(plain, f"<tool_call>{written}</tool_call>\n{second} bye", sizes)
+    found = [json.loads(call.arguments) for call in joined_calls(pieces)]
+    assert found == [expected, {"days": 1}]
+    assert texts(pieces, "content") == "bye"
+
+
+def test_odd_schemas_and_numbers() -> None:
+    for schema in ({"type": None}, {"anyOf": 5}, {"type": 3}, []):
+        assert typed("a", schema) == "a"
+    assert typed("NaN", {"type": "number"}) == "NaN"
+    assert typed("1e999", {"type": "number"}) == "1e999"
+
+
+@pytest.mark.parametrize("header", ["final<|constrain|>json", "final <|constrain|>json"])
+def test_a_constrained_answer_is_content(special: Tokenizer, header: str) -> None:
+    pieces = read(special, f'<|channel|>{header}<|message|>{{"a":1}}<|return|>', [3])
+    assert texts(pieces, "content") == '{"a":1}'
+    call = "<|channel|>commentary to=functions.weather<|constrain|>json<|message|>{}<|call|>"
+    assert [call.name for call in joined_calls(read(special, call, [3]))] == ["weather"]
+
+
 def test_further_calls_are_left_out(plain: Tokenizer) -> None:
     tools = TOOLS._replace(max_calls=1)
     text = FORMS["hermes"]([("weather", {"days": 1}), ("weather", {"days": 2})])
@@ -290,6 +331,7 @@ def test_a_call_in_reasoning_ends_it_where_marks_are_tokens(
         ('{"name": "weather", "arguments": "{\\"city\\": 1}"}', '{"city": 1}'),
         ('{"name": "weather", "arguments": null}', "{}"),
         ('{"name": "weather"}', "{}"),
+        ('{"name": "weather", "arguments": {"city": "a"}', '{"city": "a"}'),
         ('{"id": "a", "name": "weather", "arguments": {"city": "}"}, "x": {}}', '{"city": "}"}'),
     ],
 )

@@ -76,6 +76,8 @@ def rope_of(keys: Keys) -> dict[str, Any]:
         share = keys.maybe("rope.scaling.attn_factor")
         if scaling_type == "yarn" and share is not None:
             rope["attention_factor"] = _yarn_attention(rope["factor"], float(share))
+    elif scaling_type == "longrope" and keys.has("rope_factors_long.weight"):
+        pass  # the architecture reads the factors
     elif scaling_type not in (None, "none"):
         raise CheckpointError(f"{keys.file.path}: rope scaling {scaling_type!r} is not supported")
     return rope

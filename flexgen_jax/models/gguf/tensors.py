@@ -94,7 +94,7 @@ class GgufTensors:
         whole: np.ndarray = self._file.content(entry)[begin : begin + rows * pitch].reshape(
             rows, pitch
         )
-        order = self._order(name, rows)
+        order = self._order(name, rows) if len(shape) > 1 else None
         return np.ascontiguousarray(
             whole[start:stop] if order is None else whole[order[start:stop]]
         )
@@ -103,6 +103,8 @@ class GgufTensors:
         """Returns a vector."""
         tensor_type = self.kind(name)
         vector: np.ndarray = _plain(self.blocks(name, 0, 1), tensor_type, self._file.path)[0]
+        order = self._order(name, len(vector))
+        vector = vector if order is None else vector[order]
         if name.endswith("A_log"):  # stored as -exp(A_log)
             vector = np.log(-vector)
         is_offset = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
