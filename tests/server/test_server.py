@@ -205,7 +205,8 @@ def test_a_client_that_goes_away_frees_its_rows_and_too_many_are_refused(
     with serving(folder, most=2) as (address, server):
         asked = {"model": "tiny", "prompt": "hi", "max_tokens": 90, "ignore_eos": True}
         url = f"{address}/v1/completions"
-        with httpx.stream("POST", url, json={**asked, "stream": True, "n": 2}) as answer:
+        streamed = {**asked, "stream": True, "n": 2}
+        with httpx.stream("POST", url, json=streamed, timeout=60) as answer:
             next(answer.iter_lines())
             refused = httpx.post(url, json=asked)
             assert refused.status_code == 429
