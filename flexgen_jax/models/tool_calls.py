@@ -117,41 +117,42 @@ def _types(schema: Any) -> set[str]:
     return types
 
 
-class Tags(NamedTuple):
-    """A form whose parameters have tags of their own. function_begin, parameter_begin: those of
-    `function` and `parameter`."""
+class Tag(NamedTuple):
+    """A pair of tags. begin: the first characters of the opening tag; rest: the pattern of its
+    others, whose first group is a name; end: the closing tag."""
 
-    function_begin: str
-    parameter_begin: str
-    function: re.Pattern[str]
-    function_end: str
-    parameter: re.Pattern[str]
-    parameter_end: str
+    begin: str
+    rest: str
+    end: str
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """The opening tag."""
+        return re.compile(self.begin + self.rest)
+
+
+class Tags(NamedTuple):
+    """A form whose parameters have tags of their own."""
+
+    function: Tag
+    parameter: Tag
 
 
 QWEN = Tags(
-    "<function=",
-    "<parameter=",
-    re.compile(r"<function=([^>\n]+)>"),
-    "</function>",
-    re.compile(r"<parameter=([^>\n]+)>"),
-    "</parameter>",
+    Tag("<function=", r"([^>\n]+)>", "</function>"),
+    Tag("<parameter=", r"([^>\n]+)>", "</parameter>"),
 )
 INVOKE = Tags(
-    "<invoke name=",
-    "<parameter name=",
-    re.compile(r'<invoke name="?([^">\n]+)"?>'),
-    "</invoke>",
-    re.compile(r'<parameter name="?([^">\n]+)"?>'),
-    "</parameter>",
+    Tag("<invoke name=", r'"?([^">\n]+)"?>', "</invoke>"),
+    Tag("<parameter name=", r'"?([^">\n]+)"?>', "</parameter>"),
 )
 DSML = Tags(
-    '<｜DSML｜invoke name="',
-    '<｜DSML｜parameter name="',
-    re.compile(r'<｜DSML｜invoke name="([^"\n]+)">'),
-    "</｜DSML｜invoke>",
-    re.compile(r'<｜DSML｜parameter name="([^"\n]+)" string="(true|false)">'),
-    "</｜DSML｜parameter>",
+    Tag('<｜DSML｜invoke name="', r'([^"\n]+)">', "</｜DSML｜invoke>"),
+    Tag(
+        '<｜DSML｜parameter name="',
+        r'([^"\n]+)" string="(true|false)">',
+        "</｜DSML｜parameter>",
+    ),
 )
 
 HEAD = re.compile(r'\{\s*"name"\s*:\s*"([^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=[{])')
@@ -223,15 +224,14 @@ class CallReader:
     def _json_call(self, end: str | None = None) -> Reading[bool]:
         """Reads an object; returns False, and reads nothing, unless it is a call. end: a mark that
         ends an object whose last bracket is missing."""
-        text, scanner, num_scanned = self._text, JsonScanner(), 0
+        text, scanner, num_scanned = self._text, BracketScanner(), 0
         while True:
             head = HEAD.match(text.buffer)
             if head and head[1] not in self._tools:
                 return False
             if head:
                 text.take(head.end())
-                text.call(head[1])
-                yield from self._verbatim()
+                yield from self._call_with_object(head[1])
                 yield from self._rest_of_object(end)
                 return True
             num_bytes = scanner.end(text.buffer[num_scanned:])
@@ -256,15 +256,27 @@ class CallReader:
             self._whole(name, json.dumps(arguments or {}, ensure_ascii=False))
         return True
 
-    def _verbatim(self) -> Reading[None]:
-        """Passes on a JSON object as it comes; an empty one if there is none."""
-        text, scanner = self._text, JsonScanner()
-        if not text.buffer.startswith("{"):
+    def _call_with_object(self, name: str, call_id: str = "") -> Reading[None]:
+        """Reads a call's arguments, a JSON object, which is passed on as it comes; without one,
+        they are empty."""
+        text = self._text
+        text.call(name, call_id)
+        yield from text.skip(" \n\r\t")
+        if text.buffer.startswith("{"):
+            yield from self._take_through(BracketScanner(), text.arguments)
+        else:
             text.arguments("" if text.is_last else "{}")
-            return
+
+    def _take_through(
+        self, scanner: BracketScanner, use: Callable[[str], None] | None = None
+    ) -> Reading[None]:
+        """Takes the text up to the end that a scanner finds. use: gets each piece of it."""
+        text = self._text
         while True:
             size = scanner.end(text.buffer)
-            text.arguments(text.take(len(text.buffer) if size is None else size))
+            piece = text.take(len(text.buffer) if size is None else size)
+            if use is not None:
+                use(piece)
             if size is not None or text.is_last:
                 return
             yield
@@ -277,50 +289,41 @@ class CallReader:
             yield from text.wait(lambda: text.starts(end) or not text.may_begin(end))
             if text.starts(end):  # the model forgot the bracket
                 return
-        scanner = JsonScanner(depth=1)
-        while True:
-            size = scanner.end(text.buffer)
-            text.take(len(text.buffer) if size is None else size)
-            if size is not None or text.is_last:
-                return
-            yield
+        yield from self._take_through(BracketScanner(depth=1))
 
     # Tags
 
     def _tagged(self, end: str) -> Reading[bool]:
         """Reads a call between tags: JSON, tags with parameters, or a name with keys."""
-        text = self._text
-        yield from text.wait(lambda: bool(text.buffer.lstrip()))
+        text, begin = self._text, QWEN.function.begin
         yield from text.skip(" \n\r\t")
         if text.buffer.startswith("{"):
             is_call = yield from self._json_call(end)
             if is_call:
                 yield from text.skip_past(end)
             return is_call
-        yield from text.wait(
-            lambda: text.starts(QWEN.function_begin) or not text.may_begin(QWEN.function_begin)
-        )
-        if text.starts(QWEN.function_begin):
+        yield from text.wait(lambda: text.starts(begin) or not text.may_begin(begin))
+        if text.starts(begin):
             return (yield from self._functions(QWEN, end))
         return (yield from self._keys(end))
 
     def _functions(self, tags: Tags, end: str, is_open: bool = False) -> Reading[bool]:
         """Reads functions whose parameters have tags, up to the mark `end`. is_open: whether the
         mark was the beginning of the first function."""
-        text, has_call = self._text, False
+        text, has_call, function = self._text, False, tags.function.pattern
         if is_open:
-            text.put_back(tags.function_begin)
+            text.put_back(tags.function.begin)
         while True:
             yield from text.skip(" \n\r\t")
             yield from text.wait(
                 lambda: (
-                    text.match(tags.function) is not None
+                    text.match(function) is not None
                     or "\n" in text.buffer
                     or text.starts(end)
-                    or not text.may_begin(tags.function_begin, end)
+                    or not text.may_begin(tags.function.begin, end)
                 )
             )
-            head = text.match(tags.function)
+            head = text.match(function)
             name = head[1].strip() if head else ""
             if head is None or name not in self._tools:
                 if has_call and text.starts(end):
@@ -334,19 +337,18 @@ class CallReader:
     def _parameters(self, tags: Tags, schema: Mapping[str, Any], end: str) -> Reading[None]:
         """Reads the parameters of a function up to its end."""
         text, separator = self._text, "{"
+        function_end, parameter = tags.function.end, tags.parameter
         while True:
-            before, mark = yield from text.until(tags.function_end, end, ">")
-            head = text.find_last(tags.parameter, before + ">") if mark == ">" else None
+            before, mark = yield from text.until(function_end, end, ">")
+            head = text.find_last(parameter.pattern, before + ">") if mark == ">" else None
             if mark == ">" and head is None:
                 continue
             if head is None:
                 break
-            value, mark = yield from text.until(
-                tags.parameter_end, tags.function_end, f"\n{tags.parameter_begin}"
-            )
+            value, mark = yield from text.until(parameter.end, function_end, f"\n{parameter.begin}")
             if mark is None:
                 break
-            if mark not in (tags.parameter_end, tags.function_end):  # without an end of its own
+            if mark not in (parameter.end, function_end):  # without an end of its own
                 text.put_back(mark)
             name = head[1].strip()
             if len(head.groups()) > 1:
@@ -357,7 +359,7 @@ class CallReader:
                 plain = typed(value, _properties(schema).get(name))
             text.arguments(f"{separator}{json.dumps(name)}: {_dumped(plain)}")
             separator = ", "
-            if mark == tags.function_end:
+            if mark == function_end:
                 break
         if mark is not None:
             text.arguments("{}" if separator == "{" else "}")
@@ -432,9 +434,7 @@ class CallReader:
         text.take(size if mark != "{" else size - 1)
         if mark == "[CALL_ID]":
             call_id, _ = yield from text.until("[ARGS]")
-        text.call(name, call_id.strip())
-        yield from text.skip(" \n\r\t")
-        yield from self._verbatim()
+        yield from self._call_with_object(name, call_id.strip())
         return True
 
     def _deepseek(self) -> Reading[bool]:
@@ -454,9 +454,7 @@ class CallReader:
             if name not in self._tools or mark is None:
                 return has_call
             has_call = True
-            text.call(name)
-            yield from text.skip(" \n\r\t")
-            yield from self._verbatim()
+            yield from self._call_with_object(name)
 
     def _kimi(self) -> Reading[bool]:
         """Reads functions.F:0<|tool_call_argument_begin|>{...}; the header is the call's id."""
@@ -472,9 +470,7 @@ class CallReader:
             if mark is None or match is None or match[1] not in self._tools:
                 return has_call
             has_call = True
-            text.call(match[1], header.strip())
-            yield from text.skip(" \n\r\t")
-            yield from self._verbatim()
+            yield from self._call_with_object(match[1], header.strip())
 
     def _gemma(self) -> Reading[bool]:
         """Reads call:F{K:<|"|>V<|"|>,...}."""
@@ -502,7 +498,8 @@ class CallReader:
             yield from text.wait(lambda: text.has_any(end))
             source, _, size = text.peek(end)
         else:
-            scanner, num_scanned, place = PythonScanner(), 0, None
+            scanner = BracketScanner("([{", ")]}", quotes="\"'")
+            num_scanned, place = 0, None
             while place is None and not text.is_last:
                 place = scanner.end(text.buffer[num_scanned:])
                 if place is None:
@@ -557,35 +554,18 @@ def _dumped(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-class JsonScanner:
-    """Finds the end of a JSON object or list in a text that comes in pieces. depth: open brackets
-    before the text."""
+class BracketScanner:
+    """Finds the end of a value in brackets, in a text that comes in pieces.
 
-    def __init__(self, depth: int = 0) -> None:
-        self._depth, self._in_string, self._is_escaped = depth, False, False
+    opening, closing: the brackets, those of JSON unless others are given; quotes: the marks around
+    strings; depth: open brackets before the text.
+    """
 
-    def end(self, piece: str) -> int | None:
-        """Returns the number of characters of this piece up to the end; None before it."""
-        for index, char in enumerate(piece):
-            if self._in_string:
-                self._in_string = self._is_escaped or char != '"'
-                self._is_escaped = not self._is_escaped and char == "\\"
-            elif char == '"':
-                self._in_string = True
-            elif char in "{[":
-                self._depth += 1
-            elif char in "}]":
-                self._depth -= 1
-                if self._depth <= 0:
-                    return index + 1
-        return None
-
-
-class PythonScanner:
-    """Finds the end of a Python list in a text that comes in pieces."""
-
-    def __init__(self) -> None:
-        self._depth, self._quote, self._is_escaped = 0, "", False
+    def __init__(
+        self, opening: str = "{[", closing: str = "}]", *, quotes: str = '"', depth: int = 0
+    ) -> None:
+        self._opening, self._closing, self._quotes = opening, closing, quotes
+        self._depth, self._quote, self._is_escaped = depth, "", False
 
     def end(self, piece: str) -> int | None:
         """Returns the number of characters of this piece up to the end; None before it."""
@@ -594,11 +574,11 @@ class PythonScanner:
                 if not self._is_escaped and char == self._quote:
                     self._quote = ""
                 self._is_escaped = not self._is_escaped and char == "\\"
-            elif char in "\"'":
+            elif char in self._quotes:
                 self._quote = char
-            elif char in "([{":
+            elif char in self._opening:
                 self._depth += 1
-            elif char in ")]}":
+            elif char in self._closing:
                 self._depth -= 1
                 if self._depth <= 0:
                     return index + 1
