@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import signal
 import socket
 import sys
@@ -105,12 +104,12 @@ def serve(
 
         from flexgen_jax.server.announced import Announced
         from flexgen_jax.server.app import Server, ServerOptions
-        from flexgen_jax.server.incoming import PatientProtocol
+        from flexgen_jax.server.incoming import PatientProtocol, is_loopback
     except ImportError as error:
         raise without_extra(error, "serve") from None
     if api_key == "":
         raise UserError("--api-key must not be empty")
-    if api_key is None and not open_to_all and not _is_loopback(host):
+    if api_key is None and not open_to_all and not is_loopback(host):
         raise UserError(
             f"--host {host} is reachable by other machines: set --api-key, or --open-to-all for "
             "access without a key"
@@ -125,7 +124,7 @@ def serve(
             most=max_waiting,
             folder=files_dir.expanduser(),
             lengths=(prompt_len, gen_len),
-            is_local=api_key is None and _is_loopback(host),
+            is_local=api_key is None and is_loopback(host),
             allowed_origins=allow_origin,
             is_strict=strict_fields,
         )
@@ -174,13 +173,3 @@ def _bound(host: str, port: int) -> socket.socket:
             "port, or --port 0 for any free one"
         ) from None
     return listening
-
-
-def _is_loopback(host: str) -> bool:
-    """Returns whether only this machine can reach an address."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -12,7 +12,6 @@ from typing import Any
 from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
 from flexgen_jax.engine.texts import TextModel
 from flexgen_jax.jobs.lines import Line, LineError
-from flexgen_jax.models.reasoning import Answer
 from flexgen_jax.models.tool_calls import ToolCall
 
 Name = Callable[[int], str]
@@ -37,7 +36,7 @@ def answer(
     line: Line, results: Sequence[RequestOutput], model: TextModel, job: str
 ) -> dict[str, Any]:
     """Returns the record of a line's results, one for each of its choices."""
-    usage = _usage(line, results)
+    usage = usage_of(line, results)
     if line.form == "plain":
         return _plain(line, results, usage, model)
     is_chat = line.form == "chat"
@@ -64,7 +63,8 @@ def _name(kind: str, job: str, number: int) -> str:
     return f"{kind}_{job}_{number}"
 
 
-def _usage(line: Line, results: Sequence[RequestOutput]) -> dict[str, int]:
+def usage_of(line: Line, results: Sequence[RequestOutput]) -> dict[str, int]:
+    """Returns the numbers of tokens of a line's prompts and results."""
     prompts = sum(len(result.prompt_token_ids) for result in results[:: line.count])
     num_tokens = sum(len(result.token_ids) for result in results)
     return {
@@ -86,11 +86,12 @@ def _plain(
         }
         parts = model.answer(result, line.tools) if line.messages is not None else None
         if parts is not None:
-            choice |= {"text": parts.content or "", "finish_reason": finish_reason(result, parts)}
+            choice["text"] = parts.content or ""
+            choice["finish_reason"] = finish_reason(result, bool(parts.calls))
             if parts.reasoning is not None:
                 choice["reasoning_content"] = parts.reasoning
             if parts.calls:
-                choice["tool_calls"] = tool_calls(parts.calls, line.name)
+                choice["tool_calls"] = _tool_calls(parts.calls, line.name)
         if result.logprobs is not None:
             choice["logprobs"] = [
                 {"logprob": x.logprob, "top": [list(pair) for pair in x.top]}
@@ -172,36 +173,36 @@ def _chat_choice(index: int, result: RequestOutput, line: Line, model: TextModel
         if parts.reasoning is not None and line.shows_reasoning:
             message["reasoning_content"] = parts.reasoning
         if parts.calls:
-            message["tool_calls"] = tool_calls(parts.calls, f"{line.name} {index}")
+            message["tool_calls"] = _tool_calls(parts.calls, f"{line.name} {index}")
     return {
         "index": index,
         "message": message,
         "logprobs": logprobs_of(result, line, model),
-        "finish_reason": finish_reason(result, parts),
+        "finish_reason": finish_reason(result, parts is not None and bool(parts.calls)),
     }
 
 
-def finish_reason(result: RequestOutput, parts: Answer | None) -> str:
+def finish_reason(result: RequestOutput, has_calls: bool) -> str:
     """Returns OpenAI's name for the end of an answer."""
-    has_calls = parts is not None and bool(parts.calls)
     return "tool_calls" if has_calls and result.finish_reason == "stop" else result.finish_reason
 
 
-def tool_calls(calls: Sequence[ToolCall], name: str) -> list[dict[str, Any]]:
-    """Returns an answer's calls in OpenAI's form. name: identifies the answer."""
-    return [
-        {
-            "id": call.id or call_id(name, number),
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for number, call in enumerate(calls)
-    ]
+def tool_call(call: ToolCall, answer: str, number: int) -> dict[str, Any]:
+    """Returns a call in OpenAI's form. answer: identifies the answer; number: the call's in it."""
+    return {
+        "id": call.id or call_id(answer, number),
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
-def call_id(name: str, number: int) -> str:
-    """Returns an id for a call, in the pattern of Mistral's templates: 9 letters or digits."""
-    return hashlib.sha256(f"{name} {number}".encode()).hexdigest()[:9]
+def _tool_calls(calls: Sequence[ToolCall], answer: str) -> list[dict[str, Any]]:
+    return [tool_call(call, answer, number) for number, call in enumerate(calls)]
+
+
+def call_id(answer: str, number: int) -> str:
+    """Returns a call's id, in the pattern of Mistral's templates: 9 letters or digits."""
+    return hashlib.sha256(f"{answer} {number}".encode()).hexdigest()[:9]
 
 
 def _chat_token(token: int, logs: TokenLogprob, line: Line, model: TextModel) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from flexgen_jax.engine.llm import LLM
@@ -38,14 +38,12 @@ from flexgen_jax.server.kept import Handler, Kept
 from flexgen_jax.server.metrics import metrics_of
 from flexgen_jax.server.page import page
 from flexgen_jax.server.streams import (
-    EVENT_HEADERS,
-    PING,
     Cancelling,
     event_bytes,
+    event_response,
     events_of,
     results_of,
     unless_gone,
-    with_pings,
 )
 
 MAX_IGNORED = 100
@@ -176,8 +174,10 @@ class Server:
         asked, requests = await self._bodies.read(request, read)
         texts = self._submit(requests)
         if asked.streams:
-            return self._stream(asked, texts)
-        with self._cancelling(texts):
+            return event_response(
+                engine, texts, _events(asked, texts), lambda error: [_error_event(error), DONE]
+            )
+        with Cancelling(engine, texts):
             results = await unless_gone(request, results_of(texts))
         return JSONResponse(await asyncio.to_thread(asked.answer, results))
 
@@ -201,25 +201,6 @@ class Server:
         if name not in self._ignored and len(self._ignored) < MAX_IGNORED:
             self._ignored.add(name)
             logger().warning('flexgen-jax: ignoring the unknown field "%s" of requests', name)
-
-    def _stream(self, asked: Asked, texts: list[Text]) -> Response:
-        """Returns an answer in pieces. Its headers are sent at once, while the prompt waits."""
-        events = events_of(texts)
-
-        async def chunks() -> AsyncIterator[bytes]:
-            with self._cancelling(texts):
-                try:
-                    async for chunk in with_pings(_chunks(asked, texts, events)):
-                        yield PING if chunk is None else event_bytes(chunk)
-                except RefusedError as error:  # too late for a status of its own
-                    yield event_bytes(error_body(error.status, str(error), error.code))
-                yield b"data: [DONE]\n\n"
-
-        return StreamingResponse(chunks(), headers=EVENT_HEADERS, media_type="text/event-stream")
-
-    def _cancelling(self, texts: list[Text]) -> Any:
-        """Ends texts that are not finished when their client goes away."""
-        return Cancelling(self.engine, texts)
 
     # About the server
 
@@ -277,9 +258,22 @@ def _without_format(name: str) -> tuple[str, ...]:
     return stem, re.sub(r"[.-](I?Q\d\w*|B?F16|F32|MXFP4)$", "", stem, flags=re.IGNORECASE)
 
 
-async def _chunks(
-    asked: Asked, texts: list[Text], events: AsyncIterator[tuple[int, int | RequestOutput]]
-) -> AsyncIterator[dict[str, Any]]:
+DONE = b"data: [DONE]\n\n"
+"""The last event of a stream."""
+
+
+async def _events(asked: Asked, texts: list[Text]) -> AsyncIterator[bytes]:
+    """Yields an answer as server-sent events."""
+    async for chunk in _chunks(asked, texts):
+        yield event_bytes(chunk)
+    yield DONE
+
+
+def _error_event(error: RefusedError) -> bytes:
+    return event_bytes(error_body(error.status, str(error), error.code))
+
+
+async def _chunks(asked: Asked, texts: list[Text]) -> AsyncIterator[dict[str, Any]]:
     """Yields the chunks of all texts."""
     streams = [
         asked.stream_of(text.request, list(text.request.prompt_token_ids or ())) for text in texts
@@ -289,7 +283,7 @@ async def _chunks(
         for chunk in asked.opening(number):
             yield chunk
 
-    async for number, event in events:
+    async for number, event in events_of(texts):
         stream = streams[number]
         if isinstance(event, RequestOutput):
             made, logprob = stream.end(), None

@@ -13,6 +13,7 @@ import re
 import secrets
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -141,8 +142,7 @@ class Batches:
             batch.cancel()
             return batch.current()
         # One of another model, which no server may continue.
-        description["status"] = "cancelling"
-        self._save(description)
+        _enter(description, "cancelling")
         self._run(description)
         return description
 
@@ -231,7 +231,7 @@ class RunningBatch:
         """Submits no more requests, and cancels running ones."""
         if self._runner is not None:
             self._runner.cancel()
-        self._enter("cancelling")
+        _enter(self.description, "cancelling")
         self._save(self.current())
 
     async def run(self, threads: ThreadPoolExecutor) -> None:
@@ -271,23 +271,22 @@ class RunningBatch:
 
     def _begin(self) -> None:
         if self.description["status"] == "validating":
-            self._enter("in_progress")
+            _enter(self.description, "in_progress")
             with suppress(OSError):  # the status is saved again at the end
                 self._save(self.current())
 
     def write_files(self, files: Files) -> None:
         """Writes the records to an output file and an error file, again if they exist already."""
-        counts = {}
-        for purpose in ("output", "error"):
-            num_records = counts[purpose] = sum(1 for _ in self._records(purpose))
-            if num_records:
-                name = f"{self.description['id']}_{purpose}"
-                file_id = f"file-{hashlib.sha256(name.encode()).hexdigest()[:24]}"
-                files.add(f"{name}.jsonl", "batch_output", self._records(purpose), file_id)
-                self.description[f"{purpose}_file_id"] = file_id
+        counts = Counter(purpose for purpose, _ in self._records())
+        for purpose in counts:
+            name = f"{self.description['id']}_{purpose}"
+            file_id = f"file-{hashlib.sha256(name.encode()).hexdigest()[:24]}"
+            lines = (line for kind, line in self._records() if kind == purpose)
+            files.add(f"{name}.jsonl", "batch_output", lines, file_id)
+            self.description[f"{purpose}_file_id"] = file_id
         total = self.current()["request_counts"]["total"]
         self.description["request_counts"] = {
-            "total": max(total, sum(counts.values())),
+            "total": max(total, counts.total()),
             "completed": counts["output"],
             "failed": counts["error"],
         }
@@ -299,20 +298,22 @@ class RunningBatch:
         if self.description["errors"] is not None:
             final = "failed"
         self._save({**self.description, "status": final, f"{final}_at": int(time.time())})
-        self._enter(final)
+        _enter(self.description, final)
         for path in (self._input, *self._results.parent.glob(f"{self._results.name}*")):
             path.unlink(missing_ok=True)
 
-    def _records(self, purpose: str) -> Iterator[bytes]:
-        """Yields the records of results ("output") or errors ("error"), as lines."""
+    def _records(self) -> Iterator[tuple[str, bytes]]:
+        """Yields the records as lines, each with its purpose: "output" for a result, "error"."""
         if not self._results.exists():
             return
         with open(self._results, "rb") as file:
             for line in file:
                 record = unsealed(line)
-                if record is not None and (record["error"] is None) == (purpose == "output"):
-                    yield line
+                if record is not None:
+                    yield "output" if record["error"] is None else "error", line
 
-    def _enter(self, status: str) -> None:
-        self.description["status"] = status
-        self.description[f"{status}_at"] = self.description[f"{status}_at"] or int(time.time())
+
+def _enter(description: dict[str, Any], status: str) -> None:
+    """Changes a batch's status, and notes the time of the first change to it."""
+    description["status"] = status
+    description[f"{status}_at"] = description[f"{status}_at"] or int(time.time())

@@ -16,7 +16,7 @@ from flexgen_jax.engine.llm import LLM
 from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
 from flexgen_jax.engine.requests import Request
 from flexgen_jax.errors import UserError
-from flexgen_jax.jobs.answers import answer, call_id, logprobs_of, tool_calls
+from flexgen_jax.jobs.answers import answer, finish_reason, logprobs_of, tool_call, usage_of
 from flexgen_jax.jobs.job import CHAT_TOKENS
 from flexgen_jax.jobs.lines import MAX_CHOICES, Line, LineError, OnUnknown, read_line
 from flexgen_jax.models.answer_stream import AnswerStream, PlainStream
@@ -38,26 +38,23 @@ def requests_of(line: Line, llm: LLM, next_id: Callable[[], str]) -> list[Reques
     """Returns the texts that a line asks for; raises `RefusedError` for impossible requests."""
     # With a seed, a text depends on nothing else that the server has done.
     first = 0 if line.has_seed else secrets.randbelow(1 << 30)
-    requests = [
-        Request(
-            next_id(),
-            prompt=text if ids is None else None,
-            prompt_token_ids=ids,
-            sampling_params=line.params,
-            place=first + choice,
-            is_chat=line.form == "chat",
-        )
-        for choice, (text, ids) in enumerate(
-            prompt for prompt in _prompts_of(line, llm) for _ in range(line.count)
-        )
-    ]
+    requests = []
     try:
-        prompt_ids = [llm.check(request) for request in requests]
+        for text, ids in _prompts_of(line, llm):
+            request = Request(
+                next_id(),
+                prompt=text if ids is None else None,
+                prompt_token_ids=ids,
+                sampling_params=line.params,
+                is_chat=line.form == "chat",
+            )
+            requests.append(replace(request, prompt=None, prompt_token_ids=llm.check(request)))
     except UserError as error:
         raise RefusedError(400, without_paths(str(error), llm)) from None
+    choices = (request for request in requests for _ in range(line.count))
     return [
-        replace(request, prompt=None, prompt_token_ids=ids)
-        for request, ids in zip(requests, prompt_ids, strict=True)
+        replace(request, id=next_id(), place=first + choice)
+        for choice, request in enumerate(choices)
     ]
 
 
@@ -219,21 +216,21 @@ class Asked:
             return {"tool_calls": [{"index": number, "function": {"arguments": piece.text}}]}
         number = self._num_calls[index]
         self._num_calls[index] += 1
-        call = ToolCall(piece.text, "", piece.call_id or call_id(f"{self.id} {index}", number))
-        return {"tool_calls": [{"index": number, **tool_calls([call], self.id)[0]}]}
+        call = ToolCall(piece.text, "", piece.call_id)
+        named = tool_call(call, f"{self.id} {index}", number)
+        return {"tool_calls": [{"index": number, **named}]}
 
     def closing(self, index: int, result: RequestOutput) -> dict[str, Any]:
         """Returns the last chunk of a text, which says why it ended."""
         logprobs = self._taken_logprobs(index)
         if self.line.form == "chat":
-            has_calls = self._num_calls[index] > 0 and result.finish_reason == "stop"
-            reason = "tool_calls" if has_calls else result.finish_reason
+            reason = finish_reason(result, self._num_calls[index] > 0)
             return self.chunk([self._choice(index, {}, reason, logprobs)])
         return self.chunk([self._plain(index, "", result.finish_reason, logprobs)])
 
     def usage(self, results: list[RequestOutput]) -> dict[str, Any]:
         """Returns the chunk that counts tokens."""
-        return self.chunk([], usage=self.answer(results)["usage"])
+        return self.chunk([], usage=usage_of(self.line, results))
 
     def _choice(
         self, index: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
@@ -255,6 +252,12 @@ def object_of(content: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise RefusedError(400, f"the body must be a JSON object, not {type(body).__name__}")
     return body
+
+
+def own_id(call_id: Any, prefix: str) -> Any:
+    """Returns a call's id without the prefix of a client's interface, which templates do not
+    know."""
+    return call_id.removeprefix(prefix) if isinstance(call_id, str) else call_id
 
 
 MAX_TOKENIZED = 1_000_000

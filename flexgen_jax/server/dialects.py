@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from flexgen_jax.engine.outputs import RequestOutput
 from flexgen_jax.engine.requests import Request as EngineRequest
@@ -19,17 +19,14 @@ from flexgen_jax.server.engine import Engine, Text
 from flexgen_jax.server.errors import RefusedError
 from flexgen_jax.server.kept import Handler
 from flexgen_jax.server.streams import (
-    EVENT_HEADERS,
-    PING,
     Cancelling,
+    Event,
     event_bytes,
+    event_response,
     events_of,
     results_of,
     unless_gone,
-    with_pings,
 )
-
-Event = tuple[str, dict[str, Any]]
 
 
 class Writer(Protocol):
@@ -61,8 +58,8 @@ Read = Callable[[Request, Callable[[bytes], Any]], Any]
 Submit = Callable[[list[EngineRequest]], list[Text]]
 
 
-class Question(NamedTuple):
-    """A request: as a conversation, its one text, and the model's name in it."""
+class ChatRequest(NamedTuple):
+    """A request as a conversation. request: its one text; model: the model's name in it."""
 
     asked: Asked
     request: EngineRequest
@@ -88,7 +85,7 @@ class Dialects:
             ("POST", "/v1/responses", lambda request: self._answer(request, RESPONSES)),
         ]
 
-    def _question(self, content: bytes, dialect: Dialect) -> Question:
+    def _chat_request(self, content: bytes, dialect: Dialect) -> ChatRequest:
         body = object_of(content)
         model = body.get("model")
         chat = dialect.chat_body(body)
@@ -96,77 +93,62 @@ class Dialects:
         requests = requests_of(asked.line, self._engine.llm, self._engine.next_id)
         if len(requests) != 1:
             raise RefusedError(400, '"n" must be 1')
-        return Question(asked, requests[0], model if isinstance(model, str) else asked.model)
+        return ChatRequest(asked, requests[0], model if isinstance(model, str) else asked.model)
 
     async def count_tokens(self, request: Request) -> Response:
         """Answers with the number of a conversation's tokens."""
-
-        def read(content: bytes) -> Question:
-            return self._question(content, MESSAGES)
-
-        question = await self._read(request, read)
-        return JSONResponse({"input_tokens": len(question.request.prompt_token_ids or ())})
+        chat = await self._read(request, lambda content: self._chat_request(content, MESSAGES))
+        return JSONResponse({"input_tokens": len(chat.request.prompt_token_ids or ())})
 
     async def _answer(self, request: Request, dialect: Dialect) -> Response:
-        question = await self._read(request, lambda content: self._question(content, dialect))
-        asked, prompt_ids = question.asked, list(question.request.prompt_token_ids or ())
-        writer = dialect.writer(asked.id, question.model, len(prompt_ids))
-        texts = self._submit([question.request])
+        chat = await self._read(request, lambda content: self._chat_request(content, dialect))
+        asked, prompt_ids = chat.asked, list(chat.request.prompt_token_ids or ())
+        writer = dialect.writer(asked.id, chat.model, len(prompt_ids))
+        texts = self._submit([chat.request])
         if asked.streams:
-            return StreamingResponse(
-                self._events(question, writer, texts),
-                headers=EVENT_HEADERS,
-                media_type="text/event-stream",
+            events = self._events(chat, writer, texts)
+            return event_response(
+                self._engine, texts, events, lambda error: _bytes_of(writer.fail(str(error)))
             )
         with Cancelling(self._engine, texts):
             (result,) = await unless_gone(request, results_of(texts))
 
         def whole() -> dict[str, Any]:
-            stream = asked.stream_of(question.request, prompt_ids)
+            stream = asked.stream_of(chat.request, prompt_ids)
             pieces = [piece for token in result.token_ids for piece in stream.add(token)]
-            _drain(writer.begin())
             _drain(writer.add(asked.shown([*pieces, *stream.end()])))
-            _drain(writer.end(result, self._stop_of(question, result)))
+            _drain(writer.end(result, self._stop_of(chat, result)))
             return writer.body
 
         return JSONResponse(await asyncio.to_thread(whole))
 
     async def _events(
-        self, question: Question, writer: Writer, texts: list[Text]
+        self, chat: ChatRequest, writer: Writer, texts: list[Text]
     ) -> AsyncIterator[bytes]:
         """Yields an answer as server-sent events."""
-        asked, request = question.asked, question.request
-        stream = asked.stream_of(request, list(request.prompt_token_ids or ()))
-        for name, body in writer.begin():
-            yield event_bytes(body, name)
-        with Cancelling(self._engine, texts):
-            try:
-                async for item in with_pings(events_of(texts)):
-                    events: Iterable[Event] = ()
-                    if item is None:
-                        yield PING
-                    elif isinstance(item[1], RequestOutput):
-                        stop = self._stop_of(question, item[1])
-                        events = (
-                            *writer.add(asked.shown(stream.end())),
-                            *writer.end(item[1], stop),
-                        )
-                    else:
-                        events = writer.add(asked.shown(stream.add(item[1])))
-                    for name, body in events:
-                        yield event_bytes(body, name)
-            except RefusedError as error:  # too late for a status of its own
-                for name, body in writer.fail(str(error)):
-                    yield event_bytes(body, name)
+        stream = chat.asked.stream_of(chat.request, list(chat.request.prompt_token_ids or ()))
+        for event in _bytes_of(writer.begin()):
+            yield event
+        async for _, token in events_of(texts):
+            pieces = stream.end() if isinstance(token, RequestOutput) else stream.add(token)
+            for event in _bytes_of(writer.add(chat.asked.shown(pieces))):
+                yield event
+            if isinstance(token, RequestOutput):
+                for event in _bytes_of(writer.end(token, self._stop_of(chat, token))):
+                    yield event
 
-    def _stop_of(self, question: Question, result: RequestOutput) -> str | None:
+    def _stop_of(self, chat: ChatRequest, result: RequestOutput) -> str | None:
         """Returns the stop string that ended an answer; None for another end."""
-        stops, llm = question.asked.line.params.stop, self._engine.llm
+        stops, llm = chat.asked.line.params.stop, self._engine.llm
         if result.finish_reason != "stop" or not stops or llm.tokenizer is None:
             return None
         whole = llm.tokenizer.decode(result.token_ids, before=result.prompt_token_ids)
         cut = whole[len(result.text) :]
         return next((stop for stop in stops if cut.startswith(stop)), None)
+
+
+def _bytes_of(events: Iterator[Event]) -> Iterator[bytes]:
+    return (event_bytes(body, name) for name, body in events)
 
 
 def _drain(events: Iterator[Event]) -> None:

@@ -78,7 +78,7 @@ def check_site(request: Request, allowed_origins: Sequence[str]) -> None:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:
         name = ""
-    if name != "localhost" and not _is_loopback(name):
+    if not is_loopback(name):
         raise RefusedError(403, f"the host {host!r} is not this machine; or set --api-key")
     origin = request.headers.get("origin")
     is_allowed = origin is None or origin in allowed_origins or "*" in allowed_origins
@@ -90,9 +90,12 @@ def check_site(request: Request, allowed_origins: Sequence[str]) -> None:
         raise RefusedError(415, "send Content-Type: application/json")
 
 
-def _is_loopback(name: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Returns whether a host's name or address is that of the machine itself."""
+    if host == "localhost":
+        return True
     try:
-        return ipaddress.ip_address(name).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
 

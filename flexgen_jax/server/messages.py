@@ -7,12 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from flexgen_jax.engine.outputs import RequestOutput
-from flexgen_jax.jobs.answers import call_id
+from flexgen_jax.jobs.answers import call_id, finish_reason
 from flexgen_jax.models.text_reader import Piece
+from flexgen_jax.server.bodies import own_id
 from flexgen_jax.server.errors import RefusedError
-
-Event = tuple[str, dict[str, Any]]
-"""A server-sent event's name and body."""
+from flexgen_jax.server.streams import Event
 
 COPIED = ("temperature", "top_p", "top_k", "stream", "chat_template_kwargs", "thinking")
 """Fields that conversations have, too."""
@@ -97,7 +96,7 @@ def _messages(message: Any) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = [
         {
             "role": "tool",
-            "tool_call_id": _own_id(block.get("tool_use_id")),
+            "tool_call_id": own_id(block.get("tool_use_id"), PREFIX),
             "content": _text(block.get("content") or "", "tool_result"),
         }
         for block in blocks
@@ -114,7 +113,7 @@ def _messages(message: Any) -> list[dict[str, Any]]:
     if calls:
         own["tool_calls"] = [
             {
-                "id": _own_id(block.get("id")),
+                "id": own_id(block.get("id"), PREFIX),
                 "type": "function",
                 "function": {"name": block.get("name"), "arguments": block.get("input") or {}},
             }
@@ -124,11 +123,7 @@ def _messages(message: Any) -> list[dict[str, Any]]:
 
 
 PREFIX = "toolu_"
-"""The beginning of Anthropic's ids of calls, which templates do not know."""
-
-
-def _own_id(call_id: Any) -> Any:
-    return call_id.removeprefix(PREFIX) if isinstance(call_id, str) else call_id
+"""The beginning of Anthropic's ids of calls."""
 
 
 def _text(content: Any, name: str) -> str:
@@ -145,8 +140,7 @@ def _text(content: Any, name: str) -> str:
 class MessageWriter:
     """An answer as a message, whole and in events.
 
-    body: the message so far. model: the name that the client used; stops: strings that end the
-    answer.
+    body: the message so far. model: the name that the client used.
     """
 
     def __init__(self, answer_id: str, model: str, num_prompt_tokens: int) -> None:
@@ -216,8 +210,7 @@ class MessageWriter:
             yield from self._begin_block("text", Piece("content", ""))
         yield from self._end_block()
         has_calls = any(block["type"] == "tool_use" for block in self.body["content"])
-        is_call = has_calls and result.finish_reason == "stop"
-        reason = REASONS["tool_calls" if is_call else result.finish_reason]
+        reason = REASONS[finish_reason(result, has_calls)]
         change = {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
         self.body |= change
         self.body["usage"]["output_tokens"] = len(result.token_ids)

@@ -9,10 +9,9 @@ from typing import Any
 from flexgen_jax.engine.outputs import RequestOutput
 from flexgen_jax.jobs.answers import call_id
 from flexgen_jax.models.text_reader import Piece
+from flexgen_jax.server.bodies import own_id
 from flexgen_jax.server.errors import RefusedError
-
-Event = tuple[str, dict[str, Any]]
-"""A server-sent event's name and body."""
+from flexgen_jax.server.streams import Event
 
 COPIED = ("model", "temperature", "top_p", "top_k", "seed", "stream", "parallel_tool_calls")
 """Fields that conversations have, too."""
@@ -86,7 +85,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
     elif kind in ("function_call", "custom_tool_call"):
         arguments = item.get("arguments", item.get("input"))
         call = {
-            "id": _own_id(item.get("call_id")),
+            "id": own_id(item.get("call_id"), PREFIX),
             "type": "function",
             "function": {"name": item.get("name"), "arguments": arguments},
         }
@@ -96,18 +95,14 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
             messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
     elif kind in ("function_call_output", "custom_tool_call_output"):
         text = _text({"content": item.get("output", "")})
-        call = _own_id(item.get("call_id"))
+        call = own_id(item.get("call_id"), PREFIX)
         messages.append({"role": "tool", "tool_call_id": call, "content": text})
     elif kind != "reasoning":
         raise RefusedError(400, f"an item of type {kind!r} is not supported")
 
 
 PREFIX = "call_"
-"""The beginning of OpenAI's ids of calls, which templates do not know."""
-
-
-def _own_id(call_id: Any) -> Any:
-    return call_id.removeprefix(PREFIX) if isinstance(call_id, str) else call_id
+"""The beginning of OpenAI's ids of calls."""
 
 
 def _text(item: Mapping[str, Any]) -> str:

@@ -55,12 +55,13 @@ class SharedRunner:
         self._events = queue.SimpleQueue()
         self._has_result = threading.Event()
         self._ready: deque[RequestOutput] = deque()
-        # Requests to submit before those of the source, not before a time.
+        # Requests to submit before those of the source, not before a time; `inf`: never, as the
+        # engine is broken.
         self._again: deque[Request] = deque()
         self._retry_at, self._retry_s = 0.0, MIN_RETRY_S
         # How often the engine failed with each request.
         self._num_failures: Counter[str] = Counter()
-        self._is_stopped = self._is_cancelled = self._engine_is_broken = False
+        self._is_stopped = self._is_cancelled = False
 
     def stop(self) -> None:
         """Interrupts the job, which writes its journal."""
@@ -122,7 +123,7 @@ class SharedRunner:
     @property
     def _is_ending(self) -> bool:
         """Whether no more requests are to be submitted."""
-        return self._is_stopped or self._is_cancelled or self._engine_is_broken
+        return self._is_stopped or self._is_cancelled or self._retry_at == inf
 
     def _receive(self, on_token: OnToken | None) -> None:
         """Receives tokens and results, after a short wait for a result."""
@@ -174,7 +175,7 @@ class SharedRunner:
             return
         self._again.append(request)
         if isinstance(error, EngineError) and self._engine.is_broken:
-            self._engine_is_broken, self._retry_at = True, inf  # a next server continues
+            self._retry_at = inf  # a next server continues
         elif time.monotonic() >= self._retry_at:
             logger().error(
                 "flexgen-jax: %s: %s; retrying in %.0f s", self._name, error, self._retry_s

@@ -1,20 +1,24 @@
-"""Answers in pieces: the events of texts, and server-sent events."""
+"""Answers in pieces: the events of texts, and responses of server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.responses import StreamingResponse
 
 from flexgen_jax.engine.outputs import RequestOutput
 from flexgen_jax.server.engine import Engine, EngineError, Text
 from flexgen_jax.server.errors import RefusedError
 
 T = TypeVar("T")
+
+Event = tuple[str, dict[str, Any]]
+"""A server-sent event's name and body."""
 
 PING, PING_S = b": ping\n\n", 10.0
 """A comment of a stream, which clients skip, and the seconds without an event after which one is
@@ -89,7 +93,31 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
                 await task
 
 
-async def with_pings(chunks: AsyncIterator[T]) -> AsyncIterator[T | None]:
+def event_response(
+    engine: Engine,
+    texts: list[Text],
+    events: AsyncIterator[bytes],
+    on_error: Callable[[RefusedError], Iterable[bytes]],
+) -> StreamingResponse:
+    """Returns a response of server-sent events, which cancels the texts if its client goes away.
+
+    Its headers are sent at once, while the prompt waits. on_error: returns the last events after an
+    error, which comes too late for a status of its own.
+    """
+
+    async def content() -> AsyncIterator[bytes]:
+        with Cancelling(engine, texts):
+            try:
+                async for event in _with_pings(events):
+                    yield PING if event is None else event
+            except RefusedError as error:
+                for event in on_error(error):
+                    yield event
+
+    return StreamingResponse(content(), headers=EVENT_HEADERS, media_type="text/event-stream")
+
+
+async def _with_pings(chunks: AsyncIterator[T]) -> AsyncIterator[T | None]:
     """Yields chunks, and None after each `PING_S` without one."""
     pending = asyncio.ensure_future(anext(chunks))
     try:
