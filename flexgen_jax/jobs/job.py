@@ -387,9 +387,8 @@ class Job:
             partial.replace(path)
 
     def progress(self) -> dict[str, Any]:
-        """Returns how far the job is, from any thread: requests, those that are finished and those
-        of them that are errors, new tokens of this run, and the seconds that are left, None as long
-        as nothing is known."""
+        """Returns the job's counts, from any thread: requests, finished requests (errors included),
+        errors, tokens of this run, and the remaining seconds, None while they are unknown."""
         seconds, tokens = time.monotonic() - self._began, self.summary.tokens
         has_begun = self.summary.total > 0
         done, errors = (self._results.done, self._results.errors) if has_begun else (0, 0)

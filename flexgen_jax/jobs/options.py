@@ -68,11 +68,12 @@ class Summary:
 
 @dataclass
 class State:
-    """A line that is not finished. done: its finished choices; earlier: the log-probabilities of
-    what an earlier run has made of the others."""
+    """An unfinished line."""
 
     line: Line
+    # The finished choices.
     done: dict[int, RequestOutput] = field(default_factory=dict)
+    # The log-probabilities of the tokens that an earlier run computed for the other choices.
     earlier: dict[int, list[TokenLogprob]] = field(default_factory=dict)
 
 

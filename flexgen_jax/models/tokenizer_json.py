@@ -52,22 +52,20 @@ def of_bytes(
     merges: Sequence[Sequence[str]],
     patterns: Sequence[str],
     repeats: bool,
-    is_composed: bool = False,
 ) -> dict[str, Any]:
     """Returns the parts for a vocabulary of bytes.
 
-    patterns: how text is split, one after another; none splits as GPT-2 does. repeats: whether a
-    word that is a token is one, whatever its merges; is_composed: whether text is put into
-    Unicode's form NFC.
+    patterns: how text is split, one after another. repeats: whether a word that is a token is one,
+    whatever its merges.
     """
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     splits = [
         {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
         for regex in patterns
     ]
-    steps: list[dict[str, Any]] = [*splits, {**by_bytes, "use_regex": not patterns}]
+    steps = [*splits, {**by_bytes, "use_regex": False}]
     return {
-        "normalizer": {"type": "NFC"} if is_composed else None,
+        "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "post_processor": {**by_bytes, "use_regex": True},
         "decoder": {**by_bytes, "use_regex": True},

@@ -17,6 +17,9 @@ from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tokenizer import Tokenizer
 from tests.helpers.cases import chosen_few
 
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+"""A chat template that writes roles in brackets."""
+
 BASE: dict[str, Any] = {
     "model_type": "opt",
     "architectures": ["OPTForCausalLM"],

@@ -15,7 +15,6 @@ from flexgen_jax import LLM, Policy
 from flexgen_jax.server.app import Server, ServerOptions
 from flexgen_jax.server.incoming import PatientProtocol
 
-TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 POLICY = Policy(batch_size=4, num_batches=2)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.serving import TEMPLATE
+from tests.helpers.models import TEMPLATE
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,8 @@ from flexgen_jax.server.app import Server
 from flexgen_jax.server.engine import Engine
 from flexgen_jax.server.incoming import BODY_BYTES
 from tests.helpers.cases import examples
-from tests.helpers.serving import POLICY, TEMPLATE, serving
+from tests.helpers.models import TEMPLATE
+from tests.helpers.serving import POLICY, serving
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi there"}]
 

@@ -60,17 +60,12 @@ class Architecture:
 
 
 def _llama(keys: Keys) -> dict[str, Any]:
-    experts = keys.maybe("expert_count")
     size = keys.maybe("rope.dimension_count")
     extra_fields = {"head_dim": keys.maybe("attention.key_length") or size, "mlp_bias": False}
     extra_fields["attention_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
-    if not experts:
+    if not keys.maybe("expert_count"):
         return extra_fields
-    return extra_fields | {
-        "model_type": "mixtral",
-        "num_local_experts": experts,
-        "num_experts_per_tok": keys.need("expert_used_count"),
-    }
+    return extra_fields | _local_experts(keys) | {"model_type": "mixtral"}
 
 
 def _qwen3(keys: Keys) -> dict[str, Any]:
@@ -78,10 +73,8 @@ def _qwen3(keys: Keys) -> dict[str, Any]:
 
 
 def _qwen3_moe(keys: Keys) -> dict[str, Any]:
-    return {
-        "head_dim": keys.need("attention.key_length"),
-        "num_experts": keys.need("expert_count"),
-        "num_experts_per_tok": keys.need("expert_used_count"),
+    sizes = _qwen3(keys) | _experts(keys)
+    return sizes | {
         "moe_intermediate_size": keys.need("expert_feed_forward_length"),
         "norm_topk_prob": True,
     }
@@ -185,6 +178,23 @@ def _experts(keys: Keys) -> dict[str, Any]:
     }
 
 
+def _local_experts(keys: Keys) -> dict[str, Any]:
+    """The sizes of mixtures of experts in the fields that Mixtral has."""
+    return {
+        "num_local_experts": keys.need("expert_count"),
+        "num_experts_per_tok": keys.need("expert_used_count"),
+    }
+
+
+def _partial_rope(keys: Keys) -> dict[str, Any]:
+    """The rotation of a head's first elements alone."""
+    share = keys.need("rope.dimension_count") / keys.need("attention.key_length")
+    return {
+        "partial_rotary_factor": share,
+        "rope_parameters": rope_of(keys) | {"partial_rotary_factor": share},
+    }
+
+
 def _qwen2_moe(keys: Keys) -> dict[str, Any]:
     return _experts(keys) | {
         "shared_expert_intermediate_size": keys.need("expert_shared_feed_forward_length"),
@@ -193,12 +203,8 @@ def _qwen2_moe(keys: Keys) -> dict[str, Any]:
 
 
 def _glm4_moe(keys: Keys) -> dict[str, Any]:
-    """GLM-4.5 to 4.7. The last blocks predict several tokens, which inference does without."""
-    size = keys.need("attention.key_length")
-    share = keys.need("rope.dimension_count") / size
-    predicting = int(keys.maybe("nextn_predict_layers") or 0)
-    return {
-        "num_hidden_layers": keys.need("block_count") - predicting,
+    """GLM-4.5 to 4.7."""
+    return _partial_rope(keys) | {
         "n_routed_experts": keys.need("expert_count"),
         "num_experts_per_tok": keys.need("expert_used_count"),
         "moe_intermediate_size": keys.need("expert_feed_forward_length"),
@@ -210,22 +216,14 @@ def _glm4_moe(keys: Keys) -> dict[str, Any]:
         "topk_group": keys.maybe("expert_group_used_count"),
         "attention_bias": keys.has("blk.0.attn_q.bias"),
         "use_qk_norm": keys.has("blk.0.attn_q_norm.weight"),
-        "partial_rotary_factor": share,
-        "rope_parameters": rope_of(keys) | {"partial_rotary_factor": share},
     }
 
 
 def _qwen3_next(keys: Keys) -> dict[str, Any]:
-    size = keys.need("attention.key_length")
-    share = keys.need("rope.dimension_count") / size
-    return _experts(keys) | {
-        "num_hidden_layers": keys.need("block_count")
-        - int(keys.maybe("nextn_predict_layers") or 0),
+    sizes = _qwen3(keys) | _experts(keys) | _partial_rope(keys)
+    return sizes | {
         "shared_expert_intermediate_size": keys.need("expert_shared_feed_forward_length"),
         "norm_topk_prob": True,
-        "head_dim": size,
-        "partial_rotary_factor": share,
-        "rope_parameters": rope_of(keys) | {"partial_rotary_factor": share},
         "full_attention_interval": keys.maybe("full_attention_interval") or 4,
         "linear_conv_kernel_dim": keys.need("ssm.conv_kernel"),
         "linear_key_head_dim": keys.need("ssm.state_size"),
@@ -252,9 +250,7 @@ def _ernie4_5_moe(keys: Keys) -> dict[str, Any]:
 
 
 def _minimax_m2(keys: Keys) -> dict[str, Any]:
-    return {
-        "num_local_experts": keys.need("expert_count"),
-        "num_experts_per_tok": keys.need("expert_used_count"),
+    return _local_experts(keys) | {
         "intermediate_size": keys.need("expert_feed_forward_length"),
         "rotary_dim": keys.need("rope.dimension_count"),
     }
@@ -264,9 +260,7 @@ def _gpt_oss(keys: Keys) -> dict[str, Any]:
     rope = rope_of(keys)
     if rope["rope_type"] == "yarn":
         rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
-    return {
-        "num_local_experts": keys.need("expert_count"),
-        "num_experts_per_tok": keys.need("expert_used_count"),
+    return _local_experts(keys) | {
         "intermediate_size": keys.need("expert_feed_forward_length"),
         "sliding_window": keys.need("attention.sliding_window"),
         "rope_parameters": rope,

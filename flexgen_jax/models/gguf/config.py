@@ -26,10 +26,12 @@ def _common(keys: Keys) -> dict[str, Any]:
     shapes = [keys.file.tensors[n].shape for n in ("token_embd.weight",) if n in keys.file.tensors]
     if not shapes:
         raise CheckpointError(f"{keys.file.path}: tensor 'token_embd.weight' is missing")
+    # The last blocks of some models predict further tokens, which inference does without.
+    predicting = int(keys.maybe("nextn_predict_layers") or 0)
     return {
         "vocab_size": shapes[0][0],
         "hidden_size": keys.need("embedding_length"),
-        "num_hidden_layers": keys.need("block_count"),
+        "num_hidden_layers": keys.need("block_count") - predicting,
         "num_attention_heads": keys.need("attention.head_count"),
         "num_key_value_heads": keys.maybe("attention.head_count_kv"),
         "head_dim": keys.maybe("attention.key_length"),
