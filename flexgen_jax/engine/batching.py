@@ -4,49 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from flexgen_jax.engine.collector import Collector
 from flexgen_jax.engine.feed import Source
 from flexgen_jax.engine.prefix_sharing import nothing_stored, share
 from flexgen_jax.engine.prefixes import OpenStored, Prefixes, SharedPrefix
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.sampling import (
-    MAX_LOGPROBS,
-    SamplingParams,
     adjusting_arrays,
-    sampling_arrays,
 )
-from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.offload.batch import Batch, Guesses
 from flexgen_jax.policy.admission import Admission
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.policy import GREEDY
 from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.segments import left_out
-from flexgen_jax.policy.shapes import BatchShape, BlockShape
+from flexgen_jax.policy.shapes import BatchShape
 from flexgen_jax.policy.sharing import spans_of
 from flexgen_jax.policy.shrinking import ENTRY_FRACTION, fewer_rows, rows_beside
-
-
-class TokenChoices(Protocol):
-    """The sampling state of requests."""
-
-    def adjustments(
-        self, request: EncodedRequest, guesses: Sequence[int]
-    ) -> Sequence[Mapping[int, tuple[float, float]]]:
-        """Returns what changes a request's logits for the next token, and for those after each of
-        some guesses; see `SamplingParams.adjustments`."""
-
-    def allowed(
-        self, request: EncodedRequest, guesses: Sequence[int]
-    ) -> Sequence[np.ndarray] | None:
-        """Returns the allowed next tokens of a request, and after each draft token, see
-        `Matcher.allowed`; None if all may."""
-
-    def wanted(self, requests: list[EncodedRequest]) -> list[EncodedRequest]:
-        """Returns those of some requests that wait which are still to be run."""
 
 
 class KeptTexts(NamedTuple):
@@ -61,18 +38,6 @@ NOTHING_KEPT = KeptTexts(nothing_stored, lambda ids: None)
 PATIENCE = 16
 """Number of times that a stream's request lets requests with resident prefixes pass, before it
 enters itself."""
-
-LOGPROBS = (0, 5, MAX_LOGPROBS)
-"""The numbers of log-probabilities per token that programs are compiled for."""
-
-LENGTH_BUCKET = 16
-"""Prompts are padded to a multiple of this, so that few shapes are compiled."""
-
-
-def padded_length(tokens: int, max_positions: int) -> int:
-    """Returns the length rounded up to the next bucket, limited by the model's context, at least
-    1."""
-    return max(min(-(-tokens // LENGTH_BUCKET) * LENGTH_BUCKET, max_positions), 1)
 
 
 def grouped(requests: Sequence[EncodedRequest], batch_size: int) -> list[Sequence[EncodedRequest]]:
@@ -105,15 +70,13 @@ class Waiting:
         self,
         plan: BlockPlan,
         source: Source[EncodedRequest],
-        make: Callable[[Sequence[EncodedRequest], int], Batch],
-        choices: TokenChoices | None = None,
+        collector: Collector,
         shares: bool = False,
         earlier_texts: KeptTexts = NOTHING_KEPT,
     ) -> None:
-        """make: makes a batch of its requests, with that many rows; choices: the sampling state,
-        None without sampling; shares: whether later requests may share prefixes; earlier_texts:
-        lookup in a KV store."""
-        self._plan, self._source, self._make = plan, source, make
+        """shares: whether later requests may share prefixes; earlier_texts: lookup in a KV
+        store."""
+        self._plan, self._source, self._collector = plan, source, collector
         self._requests: list[EncodedRequest] = []
         self._admission = Admission(plan)
         self._prefixes = Prefixes(self._admission, earlier_texts.open)
@@ -126,7 +89,7 @@ class Waiting:
         self._next_ones: Sequence[EncodedRequest] = ()
         self.left: list[EncodedRequest] = []
         self.entered = self._computed = self._padded = self._spared = self._loaded = 0
-        self._choices, self._shares = choices, shares
+        self._shares = shares
         # How often other requests passed the longest waiting one, and how often in a row
         # nothing could enter though nothing was going.
         self._passed_over = self._stuck = 0
@@ -164,11 +127,9 @@ class Waiting:
 
     def _drop_unwanted(self) -> None:
         """Leaves out requests that are not to be run any more."""
-        if self._choices is None:
-            return
         before = {r.index: r for r in (*self._requests, *self._next_ones)}
-        self._requests = self._choices.wanted(self._requests)
-        self._next_ones = self._choices.wanted([*self._next_ones])
+        self._requests = self._collector.wanted(self._requests)
+        self._next_ones = self._collector.wanted([*self._next_ones])
         waiting_indices = {r.index for r in (*self._requests, *self._next_ones)}
         for request in [r for index, r in before.items() if index not in waiting_indices]:
             self._prefixes.drop(request)
@@ -184,13 +145,14 @@ class Waiting:
         rows = len(groups[0])
         if not self._source.is_ended:  # a stream, whose requests come in any number
             rows = min(fewer_rows(rows), self._plan.policy.batch_size)
-        batches = [self._make(group, rows) for group in groups]
+        config = self._plan.config
+        batches = [self._collector.batch(config, group, rows) for group in groups]
         shapes = [
             BatchShape(
                 rows=batch.size,
                 prompt_len=batch.prompt_len,
                 gen_len=max(request.max_tokens for request in group),
-                scores_prompt=batch.targets is not None,
+                scores_prompt=batch.needs_prompt,
             )
             for batch, group in zip(batches, groups, strict=True)
         ]
@@ -244,13 +206,22 @@ class Waiting:
         if self._shares and self._plan.shape.prefix:
             new_requests = share(new_requests, self._prefixes.known, self._kept.stored_tokens)
         for request in map(self._prefixes.fitted, new_requests):
-            if _fits(request, self._plan.shape):
+            if self._fits(request):
                 self._prefixes.add(request)
                 self._requests.append(request)
             else:
                 self.left.append(request)
         self._requests = _in_order(self._requests, self._prefixes)
         self._prefixes.hold_for([*self._requests, *self._next_ones])
+
+    def _fits(self, request: EncodedRequest) -> bool:
+        """Returns whether a request is no longer than what was planned for."""
+        shape, head = self._plan.shape, self._collector.head_of([request])
+        return (
+            len(request.own_ids) <= max(shape.prompt_lens)
+            and request.max_tokens <= shape.gen_len
+            and head.logit_copies <= shape.head.logit_copies
+        )
 
     def _chosen(self, max_requests: int, is_beside: bool) -> Sequence[EncodedRequest]:
         """Takes up to `max_requests` requests out, neighbours in length; is_beside: whether they
@@ -297,7 +268,7 @@ class Waiting:
         self._prefixes.drop(request)
         self._requests.remove(request)
         alone = replace(request, shared=(), is_alone=True)
-        if _fits(alone, self._plan.shape):
+        if self._fits(alone):
             return [alone]
         self.left.append(alone)
         return ()
@@ -314,12 +285,12 @@ class Waiting:
     def adjusted(self, running: Running, guesses: Guesses = ()) -> tuple[np.ndarray, ...]:
         """Returns the arguments of `layers.sampling.adjust` for a batch's next tokens, or (); see
         `offload.batch.BatchSource`."""
-        members, choices = self.members[running], self._choices
-        if choices is None or not any(r.params.is_adjusted for r in members):
+        members, collector = self.members[running], self._collector
+        if not any(r.params.is_adjusted for r in members):
             return ()
         member_drafts = zip(members, _of_each(members, guesses), strict=True)
         rows = [
-            changes for r, drafts in member_drafts for changes in choices.adjustments(r, drafts)
+            changes for r, drafts in member_drafts for changes in collector.adjustments(r, drafts)
         ]
         padding: list[Mapping[int, tuple[float, float]]] = [{}] * (
             self._given[running].size - len(members)
@@ -329,12 +300,12 @@ class Waiting:
     def allowed(self, running: Running, guesses: Guesses = ()) -> np.ndarray | None:
         """Returns the allowed next tokens of a batch, uint32 [batch, vocabulary / 32], or None;
         see `offload.batch.BatchSource`."""
-        members, choices = self.members[running], self._choices
-        if choices is None or all(r.params.schema is None for r in members):
+        members, collector = self.members[running], self._collector
+        if all(r.params.schema is None for r in members):
             return None
         guessed = _of_each(members, guesses)
         allowed_tokens = [
-            choices.allowed(r, drafts) for r, drafts in zip(members, guessed, strict=True)
+            collector.allowed(r, drafts) for r, drafts in zip(members, guessed, strict=True)
         ]
         words = next((masks[0].size for masks in allowed_tokens if masks is not None), None)
         if words is None:
@@ -383,67 +354,3 @@ def _in_order(requests: Sequence[EncodedRequest], prefixes: Prefixes) -> list[En
         return (*group, num_own, len(r.forced), r.index)
 
     return sorted(requests, key=place)
-
-
-def _fits(request: EncodedRequest, shape: BlockShape) -> bool:
-    """Returns whether a request is no longer than what was planned for."""
-    return (
-        len(request.own_ids) <= max(shape.prompt_lens)
-        and request.max_tokens <= shape.gen_len
-        and (request.params.is_plain or shape.head != GREEDY)
-    )
-
-
-def pad_prompts(
-    batch: Sequence[EncodedRequest], rows: int, pad_id: int, max_positions: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns left-padded ids of prompts without their prefix, int32 [rows, token], and the index
-    of each row's first real token, int32 [rows].
-
-    Rows beyond the batch count as one padding token, so that all batches of a block have equal
-    shapes.
-    """
-    before, longest = min(r.prefix_len for r in batch), max(len(r.own_ids) for r in batch)
-    tokens = padded_length(longest, max_positions - before)
-    if before and longest < LENGTH_BUCKET:  # such as the last token of a prompt of several texts
-        tokens = min(tokens, 1 << (longest - 1).bit_length())
-    ids = np.full((rows, tokens), pad_id, np.int32)
-    first_valid = np.full(rows, tokens - 1, np.int32)
-    for row, request in enumerate(batch):
-        first_valid[row] = tokens - len(request.own_ids)
-        ids[row, first_valid[row] :] = request.own_ids
-    return ids, first_valid
-
-
-def made_batch(
-    config: ModelConfig, is_scoring: bool, members: Sequence[EncodedRequest], rows: int
-) -> Batch:
-    """Returns the batch of the given requests, padded to `rows` rows."""
-    ids, first_valid = pad_prompts(members, rows, config.pad_id, config.max_positions)
-    fill = rows - len(members)
-    max_lengths = np.array(
-        [len(r.prompt_ids) + r.max_tokens for r in members] + [1] * fill, np.int32
-    )
-    before = np.array([r.prefix_len for r in members] + [0] * fill, np.int32)
-    if any(request.forced for request in members):
-        forced = np.zeros((rows, max(r.max_tokens for r in members)), np.int32)
-        for row, request in enumerate(members):
-            forced[row, : len(request.forced)] = request.forced
-        return Batch(ids, first_valid, forced=forced, most=max_lengths, before=before)
-    if is_scoring:
-        branches = members[0].branches
-        targets = np.zeros((rows, branches.total if branches else ids.shape[1]), np.int32)
-        for row, request in enumerate(members):
-            if request.scored:
-                targets[row, -len(request.scored) :] = np.maximum(request.scored, 0)
-        return Batch(
-            ids, first_valid, targets=targets, most=max_lengths, before=before, branches=branches
-        )
-    max_lengths = np.maximum(max_lengths - 1, 1)  # the last token is chosen, and not computed
-    params = [r.params for r in members] + [SamplingParams()] * fill
-    places = [r.draws_from for r in members] + [0] * fill
-    starts = [r.continued for r in members] + [0] * fill
-    logprob_counts = [p.logprobs for p in params if p.logprobs is not None]
-    logprobs = next(n for n in LOGPROBS if n >= max(logprob_counts)) if logprob_counts else None
-    sampling = sampling_arrays(params, places, starts)
-    return Batch(ids, first_valid, sampling, most=max_lengths, before=before, logprobs=logprobs)

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from flexgen_jax.engine.batching import Waiting, made_batch
+from flexgen_jax.engine.batching import Waiting
+from flexgen_jax.engine.collector import Collector
 from flexgen_jax.engine.feed import Incoming
-from flexgen_jax.engine.outputs import Generation
 from flexgen_jax.engine.requests import EncodedRequest
-from flexgen_jax.engine.scoring import Scoring
 from flexgen_jax.engine.stage_worker import batch_arrays
+from flexgen_jax.offload.batch import HeadResult
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.stages import told
@@ -26,7 +26,7 @@ class LedStages(Protocol):
     def tell_slot(self, **content: Any) -> None:
         """Tells all stages of the next slot; see `stage_worker.StageSource.hear`."""
 
-    def result(self, batch: int) -> Any:
+    def result(self, batch: int) -> HeadResult:
         """Returns the last stage's head result for a batch's step; waits for it."""
 
 
@@ -41,19 +41,13 @@ class Conductor:
         groups: int,
         plan: BlockPlan,
         incoming: Incoming[EncodedRequest],
-        collector: Generation | Scoring,
+        collector: Collector,
     ) -> None:
         """count: of the stages; groups: of batches that are under way at once; plan: of the whole
         model for one group."""
         self._stages, self._count = stages, count
         self._collector = collector
-        is_scoring = isinstance(collector, Scoring)
-        choices = collector if isinstance(collector, Generation) else None
-
-        def make(members: Sequence[EncodedRequest], rows: int) -> Any:
-            return made_batch(plan.config, is_scoring, members, rows)
-
-        self.waiting = Waiting(plan, incoming, make, choices)
+        self.waiting = Waiting(plan, incoming, collector)
         self._groups: list[list[Running]] = [[] for _ in range(groups)]
         self._asked: dict[Running, tuple[int, int]] = {}
         self._ids: dict[Running, np.ndarray] = {}
@@ -94,14 +88,14 @@ class Conductor:
                 leaving.append(batch.number)
         return leaving
 
-    def _chosen(self, batch: Running, token: int, result: Any) -> np.ndarray:
+    def _chosen(self, batch: Running, token: int, result: HeadResult) -> np.ndarray:
         """Returns what a batch's next step embeds, int32 [batch, 1]."""
         inputs = self.waiting.given(batch)
         if inputs.forced is not None:
             return inputs.forced[:, token : token + 1]
-        if inputs.targets is not None:
+        if inputs.targets is not None and not inputs.chooses:
             return inputs.targets[:, -1:]
-        ids: np.ndarray = result[0] if isinstance(result, tuple) else result
+        ids: np.ndarray = result.ids
         return ids
 
     def _tell(

@@ -12,19 +12,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Unpack, cast, get_args
 
-from flexgen_jax.engine.batching import padded_length
+import numpy as np
+
 from flexgen_jax.engine.feed import Feed, Incoming
+from flexgen_jax.engine.generation import Admitted, Generation
 from flexgen_jax.engine.grammar import Grammars
 from flexgen_jax.engine.options import EngineOptions, LLMOptions
 from flexgen_jax.engine.outputs import (
-    Admitted,
-    Generation,
     OnFinished,
     OnOutput,
     OnToken,
     RequestOutput,
     TokenLogprob,
 )
+from flexgen_jax.engine.padding import padded_length
 from flexgen_jax.engine.prompts import Input, PromptReader, Prompts, encoded_or_failed
 from flexgen_jax.engine.report import Report
 from flexgen_jax.engine.requests import EncodedRequest, Prefix, Request, copies, impossible
@@ -37,6 +38,8 @@ from flexgen_jax.engine.texts import TextModel
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.chat import ChatOptions, Message
 from flexgen_jax.models.loading import Model
+from flexgen_jax.models.parts import Pooling
+from flexgen_jax.models.pooling import PoolingDefaults, check_dimensions
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.progress import Progress
 
@@ -148,6 +151,41 @@ class LLM(TextModel):
             except UserError as error:
                 inputs.append(error)
         return self._continued(inputs, sampling_params, on_output, on_token, None, on_error)
+
+    def embed(
+        self,
+        prompts: Prompts | None = None,
+        *,
+        prompt_token_ids: Sequence[Sequence[int]] | None = None,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+    ) -> np.ndarray:
+        """Returns a vector of every prompt, fp32 [prompt, dimensions].
+
+        pooling: "last" takes the final hidden states of a prompt's last token, "mean" their mean,
+            "cls" those of its first token. normalize: whether vectors have length 1. None is the
+            default of the folder's sentence-transformers files, or "last" and True.
+        dimensions: how many of the first elements a vector has; by default all.
+        """
+        defaults = self.pooling_defaults if pooling is None else PoolingDefaults(pooling)
+        if defaults.pooling not in get_args(Pooling):
+            raise UserError(f"pooling must be one of {get_args(Pooling)}, not {pooling!r}")
+        check_dimensions(dimensions, self.config.hidden_size)
+        inputs = self._prompts.inputs(prompts, prompt_token_ids)
+        requests, failures = self._prompts.requests(
+            inputs, SamplingParams.plain(1), pooling=defaults.pooling
+        )
+        if failures:
+            raise impossible({index: str(result.error) for index, result in failures.items()})
+        vectors: dict[int, np.ndarray] = {}
+
+        def finish(request: EncodedRequest, result: RequestOutput) -> None:
+            assert result.embedding is not None, "its request has a pooling"
+            vectors[request.index] = defaults.vector(result.embedding, dimensions, normalize)
+
+        self._serving.run_all(requests, self._generation(finish))
+        return np.stack([vector for _, vector in sorted(vectors.items())])
 
     def unfinished(self) -> list[tuple[str, list[int], list[TokenLogprob]]]:
         """Returns the id, the tokens so far and their log-probabilities, if asked for, of each

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from typing import Any
 
-from flexgen_jax.engine.batching import NOTHING_KEPT, KeptTexts, Waiting, made_batch
+from flexgen_jax.engine.batching import NOTHING_KEPT, KeptTexts, Waiting
+from flexgen_jax.engine.collector import Collector
 from flexgen_jax.engine.drafting import Drafting
 from flexgen_jax.engine.feed import Incoming
 from flexgen_jax.engine.out_of_memory import OutOfMemoryError, is_on_host, is_out_of_memory
-from flexgen_jax.engine.outputs import Generation
 from flexgen_jax.engine.planner import Planner
 from flexgen_jax.engine.prefix_sharing import spares_enough
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.routing import MeasuredRouting
-from flexgen_jax.engine.scoring import Scoring
-from flexgen_jax.engine.serving import Collector
 from flexgen_jax.engine.session import Session
 from flexgen_jax.errors import MachineError, UserError, first_line
 from flexgen_jax.models.weight_source import WeightSource
+from flexgen_jax.offload.batch import HeadResult
 from flexgen_jax.offload.disk.kv_store import KVStore
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.trace import Trace
@@ -130,17 +128,15 @@ class LocalRunner:
     ) -> Iterator[None]:
         session, before = self.session, collector.num_tokens
         assert session is not None, "it was opened"
-        make = partial(made_batch, self.planner.setting.config, isinstance(collector, Scoring))
-        choices = collector if isinstance(collector, Generation) else None
         keeper = NOTHING_KEPT
         if self._kv_store is not None:
             keeper = KeptTexts(self.stored_tokens, self._kv_store.open)
-        waiting = Waiting(session.plan, incoming, make, choices, shares, keeper)
+        waiting = Waiting(session.plan, incoming, collector, shares, keeper)
         session.start()
 
         has_results, compiled_before = False, session.num_compiled
 
-        def on_result(step: Step, result: Any) -> Sequence[int]:
+        def on_result(step: Step, result: HeadResult) -> Sequence[int]:
             nonlocal has_results
             has_results = True
             self._progress.compiled()

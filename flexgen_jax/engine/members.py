@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from flexgen_jax.engine.stage_worker import BEAT_S, JOIN_S, KEY, parse_address
 from flexgen_jax.engine.wire import ClosedError, Wire
 from flexgen_jax.errors import StageError, UserError
+from flexgen_jax.offload.batch import HeadResult
 from flexgen_jax.policy.stages import Division
 
 HELLO_S = 5.0
@@ -252,12 +253,12 @@ class Members:
         for member, layer_range in zip(self._members, layers, strict=True):
             member.layers = layer_range
 
-    def result(self, batch: int) -> Any:
+    def result(self, batch: int) -> HeadResult:
         """Returns the last stage's head result for a batch's step; waits for it."""
         while batch not in self._results:
             self._next()
         result = self._results.pop(batch)["result"]
-        return tuple(result) if isinstance(result, list) else result
+        return HeadResult(*result)
 
     def forget_results(self) -> None:
         """Drops leftovers of earlier runs."""

@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from flexgen_jax.engine.batching import Waiting, padded_length
+from flexgen_jax.engine.batching import Waiting
 from flexgen_jax.engine.feed import Listed
+from flexgen_jax.engine.generation import Generation
+from flexgen_jax.engine.padding import padded_length
 from flexgen_jax.engine.requests import EncodedRequest
+from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.offload.batch import Batch
 from flexgen_jax.policy.placement import page_cached
 from flexgen_jax.policy.plan import BlockPlan
@@ -22,24 +25,23 @@ MAX_SIMULATED_STEPS = 30_000
 """Longer runs are not simulated step by step."""
 
 
+class Shapes(Generation):
+    """A generation whose batches have shapes, and no content."""
+
+    def batch(self, config: ModelConfig, members: Sequence[EncodedRequest], rows: int) -> Batch:
+        max_length = config.max_positions - min(r.prefix_len for r in members)
+        tokens = padded_length(max(len(r.own_ids) for r in members), max_length)
+        return Batch(np.zeros((rows, tokens), np.int8), np.zeros(rows, np.int8))
+
+
 class KnownTexts(Waiting):
     """Requests with known completion lengths; see `simulate.Texts`."""
 
     def __init__(
-        self,
-        plan: BlockPlan,
-        requests: Sequence[EncodedRequest],
-        ends: Mapping[int, int],
-        max_positions: int,
+        self, plan: BlockPlan, requests: Sequence[EncodedRequest], ends: Mapping[int, int]
     ) -> None:
         """ends: tokens of each text, by the requests' indices."""
-
-        def make(members: Sequence[EncodedRequest], rows: int) -> Batch:
-            max_length = max_positions - min(r.prefix_len for r in members)
-            tokens = padded_length(max(len(r.own_ids) for r in members), max_length)
-            return Batch(np.zeros((rows, tokens), np.int8), np.zeros(rows, np.int8))
-
-        super().__init__(plan, Listed(requests), make)
+        super().__init__(plan, Listed(requests), Shapes(None, (), lambda request, output: None))
         self._ends = ends
         self._left: dict[Running, list[int]] = {}
 
@@ -67,7 +69,7 @@ def predicted_time(
     if steps > MAX_SIMULATED_STEPS:
         return None
     plan = problem.plan(policy)
-    known_texts = KnownTexts(plan, requests, ends, problem.setting.config.max_positions)
+    known_texts = KnownTexts(plan, requests, ends)
     costs = problem.costs(policy)
     spare = problem.budgets.spare_ram(problem.peak(policy))
     cached = page_cached(costs.spec, costs.formats, plan.tiers, spare)

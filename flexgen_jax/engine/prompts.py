@@ -23,6 +23,7 @@ from flexgen_jax.engine.requests import (
 from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.engine.texts import TextModel
 from flexgen_jax.errors import UserError
+from flexgen_jax.models.parts import Pooling
 from flexgen_jax.progress import Progress
 
 Prompts = str | Sequence[str]
@@ -89,8 +90,10 @@ class PromptReader:
         self,
         inputs: Sequence[Input],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        pooling: Pooling | None = None,
     ) -> tuple[list[EncodedRequest], dict[int, RequestOutput]]:
-        """Returns prompts as requests, and the results of those that cannot be continued."""
+        """Returns prompts as requests, and the results of those that cannot be continued. pooling:
+        see `Request`."""
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(inputs)
         else:
@@ -105,7 +108,12 @@ class PromptReader:
             text, ids = prompt
             is_chat = text is not None and ids is not None
             request = Request(
-                str(index), text, ids if text is None else None, choice, is_chat=is_chat
+                id=str(index),
+                prompt=text,
+                prompt_token_ids=ids if text is None else None,
+                sampling_params=choice,
+                is_chat=is_chat,
+                pooling=pooling,
             )
             encoded = encoded_or_failed(partial(self._encoder.encode, ids=ids), request, index)
             if isinstance(encoded, RequestOutput):
@@ -134,7 +142,10 @@ class PromptReader:
             prefix = self._tokenizer.encode(prefix)
         if not prefix or len(requests) < 2 or not self._shares:
             return requests
-        return [replace(r, shared=shared_tokens(r.prompt_ids, prefix)) for r in requests]
+        return [
+            r if r.is_alone else replace(r, shared=shared_tokens(r.prompt_ids, prefix))
+            for r in requests
+        ]
 
     def of_single(self, at_once: int | None = None) -> Encode:
         """Returns how requests of one text each are encoded. at_once: see `EncodedRequest`."""

@@ -13,9 +13,11 @@ from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.errors import PromptError, UserError
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.tokenizer import Tokenizer
+from flexgen_jax.policy.policy import GREEDY, SAMPLE, SAMPLE_AND_READ, HeadUse
 
 if TYPE_CHECKING:
     from flexgen_jax.layers.rotary import Branches
+    from flexgen_jax.models.parts import Pooling
 
 Prefix = str | Sequence[int]
 """The beginning of prompts, as a text or as token ids."""
@@ -34,7 +36,8 @@ class Request:
     once for all prompts; it changes no result. continued: tokens of the text that an earlier run
     has made; the prompt continues after it. is_chat: whether the text answers a conversation, so
     that stop strings and `stop_token_ids` count after its reasoning only. place: a number that
-    random draws follow from, with the seed; None is the request's place among all.
+    random draws follow from, with the seed; None is the request's place among all. pooling: makes a
+    vector of the prompt, see `LLM.embed`; its text is then one meaningless token.
     """
 
     id: str
@@ -45,6 +48,7 @@ class Request:
     continued: Sequence[int] = ()
     place: int | None = None
     is_chat: bool = False
+    pooling: Pooling | None = None
 
 
 NOTHING = -1
@@ -65,7 +69,7 @@ class EncodedRequest:
     after each of their tokens, and `NOTHING` for padding; later: tokens after `max_tokens`, for
     which the whole sequence is computed again, because longrope changes its frequencies there;
     is_chat: as given; at_once: the most tokens that a plan has room for before the request
-    continues as another one, None for all.
+    continues as another one, None for all; pooling: as given.
     """
 
     index: int
@@ -84,6 +88,14 @@ class EncodedRequest:
     later: int = 0
     is_chat: bool = False
     at_once: int | None = None
+    pooling: Pooling | None = None
+
+    @property
+    def head(self) -> HeadUse:
+        """What its text needs of the head."""
+        if self.scored or self.pooling in ("mean", "cls"):
+            return SAMPLE_AND_READ
+        return GREEDY if self.params.is_plain else SAMPLE
 
     @property
     def whole_limit(self) -> int:
@@ -100,6 +112,7 @@ class EncodedRequest:
             max_tokens=count,
             later=self.later - count,
             shared=(),
+            scored=(),
         )
 
     @property
@@ -145,6 +158,7 @@ def copies(request: EncodedRequest, count: int) -> list[EncodedRequest]:
                 index=request.index + n * count,
                 id=f"{request.id}.{n}",
                 place=request.draws_from + (n << 32),
+                scored=(),
             )
             for n in copy_numbers
         ),
@@ -297,6 +311,12 @@ class Encoder:
         check_params(request.sampling_params, config, self._grammars)
         params = self._resolve(request.sampling_params, len(ids))
         room = min(params.most_tokens, config.max_positions - len(ids)) - len(earlier_ids)
+        scored: tuple[int, ...] = ()
+        if params.prompt_logprobs is not None:
+            scored = (*ids[1:], *[NOTHING] * (1 + len(earlier_ids)))
+        # All of the prompt's tokens go through the head.
+        is_alone = bool(scored) or request.pooling in ("mean", "cls")
+        prefix = () if is_alone or not self._shares else self._prefix(request.prefix)
         encoded = EncodedRequest(
             index=index,
             prompt_ids=(*ids, *earlier_ids),
@@ -304,7 +324,10 @@ class Encoder:
             max_tokens=room,
             id=str(request.id),
             prompt=request.prompt,
-            shared=shared_tokens(ids, self._prefix(request.prefix)) if self._shares else (),
+            shared=shared_tokens(ids, prefix),
+            is_alone=is_alone,
+            scored=scored,
+            pooling=request.pooling,
             continued=len(earlier_ids),
             place=request.place,
             is_chat=request.is_chat,

@@ -98,6 +98,9 @@ class SamplingParams:
     # The text is JSON of this schema, an object or JSON text; `max_tokens` may still cut it off.
     # Where the prompt ends with "<think>", the JSON begins after "</think>".
     json_schema: Mapping[str, Any] | str | None = parameter(None, in_requests=True)
+    # Returns the log-probability of each token of the prompt but the first, and those of this
+    # number of most likely tokens.
+    prompt_logprobs: int | None = parameter(None, whole=(0, MAX_LOGPROBS), in_requests=True)
     # Number of completions of the prompt, in `LLM.generate` and `LLM.chat`.
     n: int = parameter(1, whole=(1, None))
     # Tokens that end a text as the end token does, with `ignore_eos`, too.

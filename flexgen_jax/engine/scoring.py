@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import fsum
 
 import numpy as np
 
+from flexgen_jax.engine.collector import Collector, batch_of, targets_of
 from flexgen_jax.engine.requests import NOTHING, EncodedRequest
+from flexgen_jax.models.config import ModelConfig
+from flexgen_jax.offload.batch import Batch, HeadResult
+from flexgen_jax.policy.policy import SCORE, HeadUse
 from flexgen_jax.progress import Amount
 
 
@@ -50,35 +54,45 @@ def _wanted(request: EncodedRequest) -> int:
     return len(request.forced) + sum(token != NOTHING for token in request.scored)
 
 
-class Scoring:
+class Scoring(Collector):
     """Collects log-probabilities of prompts, or of the tokens that are forced upon them."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._logprobs: dict[int, list[float]] = defaultdict(list)
         self._greedy: dict[int, list[bool]] = defaultdict(list)
         self._requests: list[EncodedRequest] = []
 
     def begin(self, requests: Sequence[EncodedRequest]) -> None:
-        """Receives requests before they run."""
         self._requests = list(requests)
+
+    def head_of(self, requests: Iterable[EncodedRequest]) -> HeadUse:
+        return SCORE
+
+    def batch(self, config: ModelConfig, members: Sequence[EncodedRequest], rows: int) -> Batch:
+        batch = batch_of(config, members, rows)
+        if any(request.forced for request in members):
+            forced = np.zeros((rows, max(r.max_tokens for r in members)), np.int32)
+            for row, request in enumerate(members):
+                forced[row, : len(request.forced)] = request.forced
+            return replace(batch, forced=forced)
+        branches = members[0].branches
+        shape = rows, branches.total if branches else batch.prompt_len
+        return replace(batch, targets=targets_of(members, shape), branches=branches)
 
     @property
     def num_tokens(self) -> int:
         return sum(len(logprobs) for logprobs in self._logprobs.values())
 
     def progress(self) -> Amount:
-        """Returns how many tokens are scored."""
         total = sum(map(_wanted, self._requests))
         return Amount(self.num_tokens, total, len(self._logprobs))
 
     def receive(
-        self, requests: Sequence[EncodedRequest], token: int, result: tuple[np.ndarray, np.ndarray]
+        self, requests: Sequence[EncodedRequest], token: int, result: HeadResult
     ) -> list[int]:
-        """Takes the log-probabilities of a batch's tokens, fp32 [batch, token], and whether they
-        are greedy choices; returns the rows of requests that are not finished. token: the number
-        of the forced token."""
         for row, request in enumerate(requests):
-            logprobs, greedy = (x[row] for x in result)
+            logprobs, greedy = (x[row] for x in result.scores or ())
             forced = request.forced[token : token + 1]
             scored_tokens = forced or request.scored
             if scored_tokens:
@@ -90,7 +104,6 @@ class Scoring:
         return [row for row, r in enumerate(requests) if token + 1 < len(r.forced)]
 
     def restart(self) -> list[EncodedRequest]:
-        """Returns the requests that are not finished, and drops what was collected for them."""
         unfinished = [r for r in self._requests if len(self._logprobs[r.index]) < _wanted(r)]
         for request in unfinished:
             self._logprobs.pop(request.index)

@@ -10,27 +10,23 @@ from typing import Any, Protocol
 
 import jax
 
-from flexgen_jax.engine.batching import padded_length
+from flexgen_jax.engine.collector import Collector
 from flexgen_jax.engine.feed import Incoming, Listed
-from flexgen_jax.engine.outputs import Generation
+from flexgen_jax.engine.padding import padded_length
 from flexgen_jax.engine.prefix_sharing import share
 from flexgen_jax.engine.prefixes import padded_prefix
 from flexgen_jax.engine.requests import EncodedRequest
-from flexgen_jax.engine.scoring import Scoring
 from flexgen_jax.errors import MachineError, UserError
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.offload.disk.kv_pieces import DamagedError
 from flexgen_jax.policy.ledger import BudgetError
-from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, Policy, Workload
+from flexgen_jax.policy.policy import SAMPLE, Policy, Workload
 
 FIRST_READ = 16
 """Requests of a stream that are read before it is known how many run together."""
 
 UNKNOWN = 256
 """Number of requests that a stream is planned for until it ends."""
-
-Collector = Generation | Scoring
-"""What the heads' results go to."""
 
 
 class Runner(Protocol):
@@ -102,14 +98,14 @@ class Serving:
     """Runs generations and scorings one at a time.
 
     shares: whether requests may share prefixes; running: the current one; latest: the
-    last generation; texts: the tokens of each of its texts.
+    last one; texts: the tokens of each of its texts.
     """
 
     def __init__(self, runner: Runner, config: ModelConfig, shares: bool) -> None:
         self._runner, self._config, self.shares = runner, config, shares
         self.running: Collector | None = None
-        self.upcoming: Generation | None = None
-        self.latest: Generation | None = None
+        self.upcoming: Collector | None = None
+        self.latest: Collector | None = None
         self.texts: Mapping[EncodedRequest, int] | None = {}
         self.is_closed = False
 
@@ -120,9 +116,9 @@ class Serving:
 
     def cancel(self, request_id: str) -> None:
         """Cancels a request that is running or about to run."""
-        for generation in {self.running, self.upcoming}:
-            if isinstance(generation, Generation):
-                generation.cancel(request_id)
+        for collector in {self.running, self.upcoming}:
+            if collector is not None:
+                collector.cancel(request_id)
 
     def expected(self, prompt_len: int, gen_len: int) -> Workload:
         """Returns a workload of texts that may be sampled, no longer than the model can take."""
@@ -159,7 +155,7 @@ class Serving:
                 if not requests:
                     yield  # all that came was impossible
                     continue
-                shares = self.shares and isinstance(collector, Generation)
+                shares = self.shares and collector.may_share
                 if shares:
                     requests = share(
                         requests,
@@ -190,7 +186,7 @@ class Serving:
                     incoming.begin_again(collector.restart())
         finally:
             self.running = None
-            self.texts = collector.texts if isinstance(collector, Generation) else {}
+            self.texts = collector.texts
 
     def _first_that_fits(self, workloads: Sequence[Workload]) -> tuple[Workload, Policy]:
         """Returns the first workload with a policy, and the policy; raises `BudgetError` if the
@@ -205,9 +201,8 @@ class Serving:
         if self.running is not None:
             raise UserError("this LLM is already running; finish or close its stream first")
         self.running = collector
-        self.latest = collector if isinstance(collector, Generation) else None
-        if isinstance(collector, Generation):
-            collector.on_later = incoming.put_back
+        self.latest = collector
+        collector.on_later = incoming.put_back
         if self.upcoming is collector:
             self.upcoming = None
 
@@ -217,14 +212,11 @@ class Serving:
         lengths = [padded_length(len(request.own_ids), room) for request in requests]
         shared = _own_lengths(requests)
         mean = -(-sum(lengths) // len(lengths))
-        head = SCORE if isinstance(collector, Scoring) else GREEDY
-        if not all(request.params.is_plain for request in requests):
-            head = SAMPLE
         return Workload(
             prompt_len=max(lengths),
             gen_len=max(request.max_tokens for request in requests),
             num_sequences=len(requests),
-            head=head,
+            head=collector.head_of(requests),
             mean_prompt_len=mean if mean < max(lengths) else None,
             prefix_len=max(map(padded_prefix, shared), default=0),
             num_prefixes=max(1, len(shared)),

@@ -34,7 +34,7 @@ from flexgen_jax.machine.profiles import assumed_profile, known_profile
 from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.loading import resolve_dtype
-from flexgen_jax.offload.batch import Batch, Guesses
+from flexgen_jax.offload.batch import Batch, Guesses, HeadResult
 from flexgen_jax.offload.chain import Chain, measured_link
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.policy.fit import Budgets
@@ -122,7 +122,8 @@ class StageSource(Slots):
 
 def batch_arrays(batch: Batch) -> dict[str, Any]:
     """Returns a batch as the content of a message."""
-    names = ("ids", "first_valid", "sampling", "targets", "forced", "most", "logprobs")
+    arrays = ("ids", "first_valid", "sampling", "targets", "forced", "most")
+    names = (*arrays, "logprobs", "prompt_logprobs", "pooling")
     return {name: getattr(batch, name) for name in names}
 
 
@@ -300,7 +301,7 @@ class Worker:
         self._wire.send("began")
         session.start()
 
-        def on_result(step: Step, result: Any) -> None:
+        def on_result(step: Step, result: HeadResult) -> None:
             self._wire.send("result", batch=step.batch.number, token=step.token, result=result)
 
         for _ in session.run(source, on_result, lambda: None, source):

@@ -12,17 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from flexgen_jax.engine.collector import Collector
 from flexgen_jax.engine.conductor import Conductor
 from flexgen_jax.engine.feed import Incoming
 from flexgen_jax.engine.members import Members, stage_name
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.engine.planner import MIN_PROBED_RUN_S
 from flexgen_jax.engine.requests import EncodedRequest
-from flexgen_jax.engine.serving import Collector
 from flexgen_jax.engine.stage_worker import read_plan
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.spec_of_config import model_spec
+from flexgen_jax.offload.batch import HeadResult
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.ledger import BudgetError
@@ -247,7 +248,7 @@ class Stages:
     def tell_slot(self, **content: Any) -> None:
         self._members.tell("slot", **content)
 
-    def result(self, batch: int) -> Any:
+    def result(self, batch: int) -> HeadResult:
         return self._members.result(batch)
 
     def _plan_of_group(self, shape: Shape, workload: Workload) -> BlockPlan:

@@ -10,6 +10,7 @@ from flexgen_jax.errors import UserError
 from flexgen_jax.models.chat import ChatOptions, Message
 from flexgen_jax.models.defaults import SamplingDefaults
 from flexgen_jax.models.loading import Model
+from flexgen_jax.models.pooling import PoolingDefaults
 from flexgen_jax.models.reasoning import Answer, split_reasoning
 from flexgen_jax.models.tokenizer import Tokenizer
 from flexgen_jax.models.tool_calls import Tools
@@ -111,6 +112,15 @@ class TextModel:
         return split_reasoning(
             tokenizer, result.prompt_token_ids, result.token_ids, result.text, tools
         )
+
+    @property
+    def pooling_defaults(self) -> PoolingDefaults:
+        """How the model's folder turns texts into vectors; raises `UserError` if that is not
+        supported."""
+        defaults = self._model.pooling
+        if defaults.problem is not None:
+            raise UserError(f"no embeddings: {defaults.problem}")
+        return defaults
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import codecs
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -36,19 +38,25 @@ def answer(
     line: Line, results: Sequence[RequestOutput], model: TextModel, job: str
 ) -> dict[str, Any]:
     """Returns the record of a line's results, one for each of its choices."""
+    if not line.has_text:
+        results = [_without_text(result) for result in results]
     usage = usage_of(line, results)
     if line.form == "plain":
         return _plain(line, results, usage, model)
     is_chat = line.form == "chat"
     choose = _chat_choice if is_chat else _completion_choice
-    body = {
-        "id": _name("chatcmpl" if is_chat else "cmpl", job, line.number),
-        "object": "chat.completion" if is_chat else "text_completion",
-        "created": int(time.time()),
-        "model": line.model or model.name,
-        "choices": [choose(n, result, line, model) for n, result in enumerate(results)],
-        "usage": usage,
-    }
+    body = (
+        _embeddings(line, results, model)
+        if line.form == "embeddings"
+        else {
+            "id": _name("chatcmpl" if is_chat else "cmpl", job, line.number),
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": line.model or model.name,
+            "choices": [choose(n, result, line, model) for n, result in enumerate(results)],
+            "usage": usage,
+        }
+    )
     request_id = _name("req", job, line.number)
     return {
         "id": _name("batch_req", job, line.number),
@@ -63,14 +71,43 @@ def _name(kind: str, job: str, number: int) -> str:
     return f"{kind}_{job}_{number}"
 
 
-def usage_of(line: Line, results: Sequence[RequestOutput]) -> dict[str, int]:
+def _without_text(result: RequestOutput) -> RequestOutput:
+    """Returns a result without the token that a text of no tokens has in the engine."""
+    logprobs: list[TokenLogprob] | None = None if result.logprobs is None else []
+    return replace(result, text="", token_ids=[], logprobs=logprobs, finish_reason="length")
+
+
+def _embeddings(line: Line, results: Sequence[RequestOutput], model: TextModel) -> dict[str, Any]:
+    """Returns a body with the vectors of texts."""
+    entries = []
+    for index, result in enumerate(results):
+        assert result.embedding is not None, "its request has a pooling"
+        vector = model.pooling_defaults.vector(result.embedding, line.dimensions)
+        written = vector.tolist()
+        if line.is_base64:
+            written = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        entries.append({"object": "embedding", "index": index, "embedding": written})
+    tokens = sum(len(result.prompt_token_ids) for result in results)
+    return {
+        "object": "list",
+        "data": entries,
+        "model": line.model or model.name,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+def usage_of(line: Line, results: Sequence[RequestOutput]) -> dict[str, Any]:
     """Returns the numbers of tokens of a line's prompts and results."""
-    prompts = sum(len(result.prompt_token_ids) for result in results[:: line.count])
+    first_results = results[:: line.count]
+    prompts = sum(len(result.prompt_token_ids) for result in first_results)
     num_tokens = sum(len(result.token_ids) for result in results)
     return {
         "prompt_tokens": prompts,
         "completion_tokens": num_tokens,
         "total_tokens": prompts + num_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(result.cached_tokens for result in first_results)
+        },
     }
 
 
@@ -97,7 +134,7 @@ def _plain(
                 {"logprob": x.logprob, "top": [list(pair) for pair in x.top]}
                 for x in result.logprobs
             ]
-        choices.append(choice)
+        choices.append(choice | _prompt_logprobs(result, line, model))
     choice_fields = choices[0] if line.count == 1 else {"choices": choices}
     return {"id": line.name, "line": line.number, **choice_fields, "usage": usage, "error": None}
 
@@ -105,30 +142,68 @@ def _plain(
 def _completion_choice(
     index: int, result: RequestOutput, line: Line, model: TextModel
 ) -> dict[str, Any]:
+    prompt = _text_of(result.prompt_token_ids, model) if line.echoes else ""
     return {
         "index": index,
-        "text": result.text,
+        "text": prompt + result.text,
         "finish_reason": result.finish_reason,
         "logprobs": logprobs_of(result, line, model),
+        **_prompt_logprobs(result, line, model),
     }
+
+
+def _text_of(token_ids: Sequence[int], model: TextModel) -> str:
+    """Returns the text of a prompt's tokens, without special ones."""
+    shown = (model.piece(n) for n in token_ids if not model.is_hidden(n))
+    return b"".join(shown).decode(errors="replace")
+
+
+def _prompt_logprobs(result: RequestOutput, line: Line, model: TextModel) -> dict[str, Any]:
+    """Returns the log-probabilities of a prompt's tokens in vLLM's form, by token id."""
+    if result.prompt_logprobs is None or line.echoes:
+        return {}
+    entries: list[dict[str, Any] | None] = []
+    pairs = zip(result.prompt_token_ids, result.prompt_logprobs, strict=True)
+    for token, logs in pairs:
+        if logs is None:
+            entries.append(None)
+            continue
+        ranks = {other: rank for rank, (other, _) in enumerate(logs.top, 1)}
+        named = dict([*logs.top, (token, logs.logprob)])
+        entries.append(
+            {
+                str(other): {
+                    "logprob": logprob,
+                    "rank": ranks.get(other),
+                    "decoded_token": _shown(model.piece(other)),
+                }
+                for other, logprob in named.items()
+            }
+        )
+    return {"prompt_logprobs": entries}
 
 
 def logprobs_of(result: RequestOutput, line: Line, model: TextModel) -> dict[str, Any] | None:
     """Returns the log-probabilities of a result's tokens in OpenAI's form; None without any."""
     if result.logprobs is None:
         return None
-    pairs = list(zip(result.token_ids, result.logprobs, strict=True))
     if line.form == "chat":
+        pairs = zip(result.token_ids, result.logprobs, strict=True)
         return {"content": [_chat_token(n, x, line, model) for n, x in pairs], "refusal": None}
 
     def name(token: int) -> str:
         return _by_id(token) if line.names_by_id else _shown(model.piece(token), "bytes:")
 
+    token_ids, logprobs = result.token_ids, list[TokenLogprob | None](result.logprobs)
+    if line.echoes:
+        token_ids = [*result.prompt_token_ids, *token_ids]
+        logprobs = [*(result.prompt_logprobs or ()), *logprobs]
+    pairs_of_all = zip(token_ids, logprobs, strict=True)
     return {
-        "tokens": [name(token) for token in result.token_ids],
-        "token_logprobs": [x.logprob for x in result.logprobs],
-        "top_logprobs": [_by_name(token, x, name) for token, x in pairs],
-        "text_offset": _offsets(result.token_ids, model),
+        "tokens": [name(token) for token in token_ids],
+        "token_logprobs": [None if x is None else x.logprob for x in logprobs],
+        "top_logprobs": [None if x is None else _by_name(n, x, name) for n, x in pairs_of_all],
+        "text_offset": _offsets(token_ids, model),
     }
 
 
@@ -179,6 +254,7 @@ def _chat_choice(index: int, result: RequestOutput, line: Line, model: TextModel
         "message": message,
         "logprobs": logprobs_of(result, line, model),
         "finish_reason": finish_reason(result, parts is not None and bool(parts.calls)),
+        **_prompt_logprobs(result, line, model),
     }
 
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
 from flexgen_jax.engine.requests import Request
 
 
 def done(result: RequestOutput) -> dict[str, Any]:
     """Returns a finished choice's entry for the journal; see `finished_choice`."""
-    entry = {"tokens": result.token_ids, "text": result.text}
+    entry: dict[str, Any] = {"tokens": result.token_ids, "text": result.text}
     entry |= {"finish_reason": result.finish_reason, "prompt": result.prompt_token_ids}
+    entry["cached"] = result.cached_tokens
+    if result.prompt_logprobs is not None:
+        entry["prompt_logprobs"] = [
+            None if x is None else [x.logprob, x.top] for x in result.prompt_logprobs
+        ]
+    if result.embedding is not None:
+        entry["embedding"] = result.embedding.tolist()
     return entry | logprobs_json(result.logprobs or [])
 
 
@@ -29,12 +38,18 @@ def finished_choice(
     request: Request, record: Mapping[str, Any], logprobs: list[TokenLogprob]
 ) -> RequestOutput:
     """Returns a choice's result from the journal."""
+    of_prompt, states = record.get("prompt_logprobs"), record.get("embedding")
     return RequestOutput(
-        request.prompt,
-        list(record["prompt"]),
-        record["text"],
-        list(record["tokens"]),
-        record["finish_reason"],
-        request.id,
+        prompt=request.prompt,
+        prompt_token_ids=list(record["prompt"]),
+        text=record["text"],
+        token_ids=list(record["tokens"]),
+        finish_reason=record["finish_reason"],
+        id=request.id,
         logprobs=None if request.sampling_params.logprobs is None else logprobs,
+        prompt_logprobs=None
+        if of_prompt is None
+        else [None if x is None else read_logprob(x) for x in of_prompt],
+        embedding=None if states is None else np.array(states, np.float32),
+        cached_tokens=record.get("cached", 0),
     )

@@ -33,7 +33,6 @@ IGNORED = frozenset(
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "stream": (False,),
-    "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
     "modalities": (["text"],),
@@ -51,7 +50,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
     "detokenize": (True,),
     "truncate_prompt_tokens": (),
-    "prompt_logprobs": (),
     "allowed_token_ids": (),
     "bad_words": ([],),
     "logits_processors": ([],),

@@ -25,7 +25,6 @@ from flexgen_jax.jobs.lines import MAX_CHOICES, URLS, Line, LineError, line_name
 from flexgen_jax.jobs.options import JobOptions, Runner, State, Summary
 from flexgen_jax.jobs.source import InputFacts, JobInput, numbered_lines
 from flexgen_jax.jobs.store import RECORD_FORMAT, Disk, Journal, Manifest, Results
-from flexgen_jax.models.chat import ChatOptions
 from flexgen_jax.progress import seconds_left
 
 WINDOW = 512
@@ -188,7 +187,7 @@ class Job:
         window: list[Request] = []
         for line in self._lines():
             try:
-                prompts = self._prompts(line)
+                prompts = line.prompts_for(self._llm, self._now)
             except UserError as error:
                 self._fail(line.number, line.error(str(error)))
             else:
@@ -253,32 +252,17 @@ class Job:
     def _fail(self, number: int, error: LineError) -> None:
         self._results.add(failure(number, error, self._record_prefix))
 
-    def _prompts(self, line: Line) -> list[Prompt]:
-        """Returns a line's prompts; raises `UserError` for a conversation that the model's chat
-        template cannot write."""
-        if line.messages is not None:
-            options = line.chat
-            if self._llm.chat_tells_time or (options is not None and options.template):
-                options = replace(options or ChatOptions(), now=self._now)
-            if options is None:
-                return [self._llm.chat_prompt(line.messages)]
-            return [self._llm.chat_prompt(line.messages, options)]
-        return [(p, None) if isinstance(p, str) else (None, p) for p in line.prompts]
-
     def _asked(self, line: Line, prompts: Sequence[Prompt]) -> list[Request]:
         """Returns a line's requests, less those that the journal has as finished."""
         state = State(line)
         requests = []
         for choice in range(line.choices):
-            text, ids = prompts[choice // line.count]
             earlier = self._kept.get(line.number, {}).get(str(choice), {})
-            request = Request(
+            request = line.request(
                 f"{line.number}.{choice}",
-                prompt=text if ids is None else None,
-                prompt_token_ids=ids,
-                sampling_params=line.params,
+                prompts[choice // line.count],
+                self._llm,
                 continued=tuple(earlier.get("tokens", ())),
-                is_chat=line.messages is not None,
                 place=choice if line.has_seed else line.number * MAX_CHOICES + choice,
             )
             logprobs = [read_logprob(x) for x in earlier.get("logprobs", ())]

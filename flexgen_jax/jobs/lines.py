@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any, Literal, NoReturn, TypedDict, Unpack
 
+from flexgen_jax.engine.requests import Request
 from flexgen_jax.engine.sampling import IN_REQUESTS, SamplingParams
+from flexgen_jax.engine.texts import TextModel
 from flexgen_jax.jobs.fields import TEXTS, without_neutral
 from flexgen_jax.models.chat import ChatOptions, call_arguments
+from flexgen_jax.models.pooling import check_dimensions
 from flexgen_jax.models.tool_calls import Tools, tools_of
 
-Form = Literal["completions", "chat", "plain"]
+Form = Literal["completions", "chat", "embeddings", "plain"]
 
-URLS: dict[str, Form] = {"/v1/completions": "completions", "/v1/chat/completions": "chat"}
+URLS: dict[str, Form] = {
+    "/v1/completions": "completions",
+    "/v1/chat/completions": "chat",
+    "/v1/embeddings": "embeddings",
+}
 
 MAX_CHOICES = 128
 """The maximum number of completions per line."""
+
+MAX_INPUTS = 2048
+"""The maximum number of texts of a request for embeddings, as in OpenAI's API."""
 
 MAX_LINE_BYTES = 32 << 20
 """The most bytes of a line."""
@@ -41,6 +52,17 @@ NAMED = (
 """Fields of all forms besides the sampling parameters `IN_REQUESTS`."""
 
 
+Prompt = tuple[str | None, Sequence[int] | None]
+"""A prompt's text and its token ids; one may be absent."""
+
+
+class RequestFacts(TypedDict, total=False):
+    """Further fields of a `Request`."""
+
+    continued: Sequence[int]
+    place: int | None
+
+
 class LineError(ValueError):
     """A line that cannot be run. name: its id, if it has one; is_plain: whether it is of the plain
     form."""
@@ -59,7 +81,9 @@ class Line:
     number: its place in the file, from 1; name: its id; prompts: texts, or token ids; messages: a
     conversation in their place; count: texts for each prompt; has_seed: whether it names a seed;
     model: the name in its body; chat: how a conversation is rendered, None for the usual way;
-    names_by_id: whether tokens with log-probabilities are named "token_id:N".
+    names_by_id: whether tokens with log-probabilities are named "token_id:N"; echoes: whether the
+    text begins with the prompt; has_text: whether it has new tokens at all; dimensions: of an
+    embedding, None for all; is_base64: whether it is written as its bytes.
     """
 
     number: int
@@ -75,6 +99,10 @@ class Line:
     names_by_id: bool = False
     has_parallel_calls: bool = True
     shows_reasoning: bool = True
+    echoes: bool = False
+    has_text: bool = True
+    dimensions: int | None = None
+    is_base64: bool = False
 
     @property
     def tools(self) -> Tools | None:
@@ -87,6 +115,45 @@ class Line:
     def choices(self) -> int:
         """How many texts it asks for."""
         return self.count * max(1, len(self.prompts))
+
+    def prompts_for(self, model: TextModel, now: datetime) -> list[Prompt]:
+        """Returns the texts and token ids of its prompts; raises `UserError` for a conversation
+        that the model's chat template cannot write, and for vectors that it cannot make.
+
+        now: the date for the template. A prompt without tokens is the token that begins or ends
+        texts, as in OpenAI's API.
+        """
+        if self.messages is not None:
+            options = self.chat
+            if model.chat_tells_time or (options is not None and options.template):
+                options = replace(options or ChatOptions(), now=now)
+            return [model.chat_prompt(self.messages, options)]
+        if self.form == "embeddings":
+            check_dimensions(self.dimensions, model.config.hidden_size)
+            _ = model.pooling_defaults
+        prompts: list[Prompt] = [
+            (p, None) if isinstance(p, str) else (None, p) for p in self.prompts
+        ]
+        begins = (model.special_id("bos_token"), model.special_id("eos_token"))
+        first = next(((token,) for token in begins if token is not None), None)
+        is_empty = "" in self.prompts and first is not None and not model.encode("")
+        return [(None, first) if is_empty and p[0] == "" else p for p in prompts]
+
+    def request(
+        self, request_id: str, prompt: Prompt, model: TextModel, **facts: Unpack[RequestFacts]
+    ) -> Request:
+        """Returns the request of one of its texts."""
+        text, ids = prompt
+        is_embedding = self.form == "embeddings"
+        return Request(
+            request_id,
+            prompt=text if ids is None else None,
+            prompt_token_ids=ids,
+            sampling_params=self.params,
+            is_chat=self.messages is not None,
+            pooling=model.pooling_defaults.pooling if is_embedding else None,
+            **facts,
+        )
 
     def error(self, message: str) -> LineError:
         """Returns the error of this line that says `message`."""
@@ -188,9 +255,12 @@ def _from_openai(
     if adds is not (form == "completions"):
         raise LineError(f'"add_special_tokens" must be {json.dumps(form == "completions")}')
     model = fields.pop("model", None)
+    if form == "embeddings":
+        return _embeddings(fields, (number, name), model)
     if model is not None and not isinstance(model, str):
         raise LineError(f'"model" must be a string, not {model!r}')
     params: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    extras = _take_echo(fields, params) if form == "completions" else {}
     take = _take_completion if form == "completions" else _take_chat
     prompts, messages, chat = take(fields, params, tokens)
     if messages is not None:
@@ -200,14 +270,58 @@ def _from_openai(
         for key in sorted({*fields} - known):
             on_unknown(key)
         fields = {key: value for key, value in fields.items() if key in known}
-    return _line(fields, params, (number, name, form, prompts, messages, chat), seed, model)
+    line = _line(fields, params, (number, name, form, prompts, messages, chat), seed, model)
+    return replace(line, **extras)
+
+
+def _take_echo(fields: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    """Takes out what a completion says about its prompt and its length; returns fields of the
+    line. Like OpenAI's and vLLM's, a completion of no tokens computes its prompt."""
+    echoes = fields.pop("echo", False)
+    if not isinstance(echoes, bool):
+        raise LineError(f'"echo" must be true or false, not {echoes!r}')
+    if echoes and fields.get("logprobs") is not None:
+        params["prompt_logprobs"] = _limited("logprobs", fields["logprobs"], 5)
+    has_text = fields.get("max_tokens", DEFAULT_TOKENS) != 0
+    if not has_text:
+        fields["max_tokens"] = 1
+    return {"echoes": echoes, "has_text": has_text}
+
+
+def _embeddings(fields: dict[str, Any], named: tuple[int, str], model: str | None) -> Line:
+    """Returns the line of texts whose vectors are asked for."""
+    dimensions, encoding = fields.pop("dimensions", None), fields.pop("encoding_format", "float")
+    if encoding not in ("float", "base64"):
+        raise LineError(f'"encoding_format" must be "float" or "base64", not {encoding!r}')
+    if dimensions is not None and not (_is_whole(dimensions) and dimensions > 0):
+        raise LineError(f'"dimensions" must be a positive integer, not {dimensions!r}')
+    try:
+        prompts = _prompts(fields.pop("input", None))
+    except LineError as error:
+        raise LineError(str(error).replace('"prompt"', '"input"')) from None
+    if len(prompts) > MAX_INPUTS:
+        raise LineError(f'"input" has {len(prompts)} texts; the limit is {MAX_INPUTS}')
+    _know(fields, set())
+    return Line(
+        number=named[0],
+        name=named[1],
+        form="embeddings",
+        prompts=prompts,
+        messages=None,
+        params=SamplingParams.plain(1),
+        count=1,
+        has_seed=True,
+        model=model,
+        dimensions=dimensions,
+        is_base64=encoding == "base64",
+    )
 
 
 def _take_completion(fields: dict[str, Any], params: dict[str, Any], _tokens: int | None) -> Any:
     params["max_tokens"] = fields.pop("max_tokens", DEFAULT_TOKENS)
     if "logprobs" in fields:
         params["logprobs"] = _limited("logprobs", fields.pop("logprobs"), 5)
-    return _prompts(fields.pop("prompt", None)), None, None
+    return _prompts(fields.pop("prompt", "")), None, None
 
 
 def _take_chat(fields: dict[str, Any], params: dict[str, Any], tokens: int | None) -> Any:

@@ -60,14 +60,17 @@ class Head(nn.Module):
     dtype: jnp.dtype = jnp.float32
 
     @nn.compact
-    def __call__(self, hidden: jax.Array) -> jax.Array:
-        """Returns the logits, fp32 [..., vocabulary], of hidden states [..., hidden]."""
+    def __call__(self, hidden: jax.Array, before_table: bool = False) -> jax.Array:
+        """Returns the logits, fp32 [..., vocabulary], of hidden states [..., hidden]; with
+        `before_table` what the table is multiplied with."""
         config = self.config
         if config.final_norm:
             hidden = Norm(config.norm, self.kernels, self.dtype, name="norm")(hidden)
         if config.projects_embeddings:
             project = Linear(config.embed_size, self.kernels, False, self.dtype, name="project_out")
             hidden = project(hidden)
+        if before_table:
+            return hidden
         shape = (config.vocab_size, config.embed_size)
         table = parameter(self, "tokens", _init, shape, self.dtype)
         return capped(self.kernels.logits(hidden, table), config.logit_softcap)

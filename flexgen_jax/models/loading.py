@@ -31,6 +31,12 @@ from flexgen_jax.models.families import quantization_of
 from flexgen_jax.models.folder import INDEX, SINGLE, CheckpointError, indexed_names, read_json
 from flexgen_jax.models.gguf.config import config_of
 from flexgen_jax.models.gguf.folder import as_folder, only_gguf
+from flexgen_jax.models.pooling import (
+    WITHOUT_FILES,
+    PoolingDefaults,
+    read_pooling,
+    transformer_folder,
+)
 from flexgen_jax.models.shapes import SHAPES, known_shape, with_formats
 from flexgen_jax.models.tokenizer import Tokenizer
 from flexgen_jax.models.weight_source import DummyWeights, WeightSource
@@ -46,8 +52,8 @@ HUB_LEFT_OUT = ("*/*.json", "*/*.txt", "*/*.model", "consolidated*")
 class Model:
     """An opened model. The tokenizer is None if there is none, as with dummy weights.
 
-    sampling: the folder's sampling defaults; chat: the folder's template;
-    notes: what a user should know about how the folder's files were taken.
+    sampling: the folder's sampling defaults; chat: the folder's template; pooling: how its texts
+    become vectors; notes: what a user should know about how the folder's files were taken.
     """
 
     name: str
@@ -56,6 +62,7 @@ class Model:
     tokenizer: Tokenizer | None
     sampling: SamplingDefaults = GREEDY
     chat: ChatTemplate | None = None
+    pooling: PoolingDefaults = WITHOUT_FILES
     notes: tuple[str, ...] = ()
 
     @classmethod
@@ -155,6 +162,7 @@ def _with_files(checkpoint: Checkpoint, files: Path, name: str) -> Model:
         tokenizer=tokenizer,
         sampling=wishes.sampling,
         chat=chat,
+        pooling=read_pooling(files),
         notes=tuple(notes),
     )
 
@@ -207,7 +215,7 @@ def _local_folder(name: str, needs_weights: bool = False) -> Path:
             raise CheckpointError(
                 f"{folder} is not a folder; pass the folder of config.json, or a .gguf file"
             )
-        return only_gguf(folder) or folder
+        return only_gguf(folder) or transformer_folder(folder)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
         raise CheckpointError(
             f"{name} does not exist; pass a Hugging Face folder or a Hub id{_guess(name)}"

@@ -21,6 +21,10 @@ a config names, which no request exceeds, so that within it it is the default.""
 MAX_EXPERT_TOKENS = 256
 """The most tokens that an expert computes at once."""
 
+Pooling = Literal["last", "mean", "cls"]
+"""The vector of a prompt: the hidden states of its last token, their mean, or those of its first
+token."""
+
 NormPlace = Literal["before", "after", "around", "result"]
 """Where a layer's norms are: before each block (OPT, LLaMA), after each residual sum (OPT-350m),
 before each block and on its result (Gemma 2), or on the result alone (OLMo 2)."""

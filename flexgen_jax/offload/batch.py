@@ -10,12 +10,13 @@ import jax
 import numpy as np
 
 from flexgen_jax.layers.rotary import Branches, Rows
+from flexgen_jax.models.parts import Pooling
 from flexgen_jax.offload.disk.kv_pieces import StoredSequence
 from flexgen_jax.offload.disk.records import Records
 from flexgen_jax.offload.speculation import DraftedTexts
 from flexgen_jax.policy.arrivals import Planned
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.policy import GREEDY, SAMPLE, SCORE, HeadUse
+from flexgen_jax.policy.policy import GREEDY, SAMPLE, SAMPLE_AND_READ, SCORE, HeadUse
 from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.segments import Segment
 from flexgen_jax.policy.stages import Slots
@@ -33,8 +34,13 @@ class Batch:
     # The arguments of `layers.sampling.sample` except the logits and the token; () for greedy
     # decoding.
     sampling: tuple[np.ndarray, ...] = ()
-    # int32 [batch, token] to score the prompt against, instead of generating.
+    # int32 [batch, token] to score the prompt against, instead of generating or, with
+    # `prompt_logprobs`, besides.
     targets: np.ndarray | None = None
+    # How many of the likeliest tokens are returned with the log-probability of each target.
+    prompt_logprobs: int | None = None
+    # How the prompts' last hidden states become vectors, None if they do not.
+    pooling: Pooling | None = None
     # int32 [batch, generated token] to score and to continue with.
     forced: np.ndarray | None = None
     # int32 [batch], the tokens of each prompt and the most that follow.
@@ -76,9 +82,22 @@ class Batch:
 
     @property
     def head(self) -> HeadUse:
-        if self.targets is not None or self.forced is not None:
+        if self.needs_prompt and self.chooses:
+            return SAMPLE_AND_READ
+        if not self.chooses:
             return SCORE
         return SAMPLE if self.sampling else GREEDY
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the head chooses tokens."""
+        is_scored = self.targets is not None and self.prompt_logprobs is None
+        return not is_scored and self.forced is None
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether the head needs all tokens of the prompts."""
+        return self.targets is not None or self.pooling in ("mean", "cls")
 
     @property
     def prompt_len(self) -> int:
@@ -158,10 +177,22 @@ class Neighbours(Protocol):
         """Hands a step's hidden states to the stage after this one."""
 
 
-OnResult = Callable[[Step, Any], Sequence[int] | None]
-"""Receives a step and the head's result for it: ids [batch, 1] (-1 for none), ids with
-`log_probabilities`, or for scoring the log-probabilities and whether tokens are greedy choices,
-both [batch, token]. Returns the rows that need more tokens, None for all."""
+class HeadResult(NamedTuple):
+    """The head's results for a step of a batch; arrays of the device, or NumPy's."""
+
+    # int32 [batch x token, 1], the chosen tokens, -1 for none; None if given tokens are scored.
+    ids: Any = None
+    # Of the chosen tokens, see `layers.sampling.log_probabilities`; None if nobody asks for them.
+    logprobs: tuple[Any, ...] | None = None
+    # Of the given tokens, see `layers.programs.ends.score`; None if there are none.
+    scores: tuple[Any, ...] | None = None
+    # fp32 [batch, hidden], the prompts as vectors.
+    pooled: Any = None
+
+
+OnResult = Callable[[Step, HeadResult], Sequence[int] | None]
+"""Receives a step and the head's result for it. Returns the rows that need more tokens, None for
+all."""
 
 
 class Moment(NamedTuple):

@@ -11,12 +11,13 @@ from flexgen_jax.errors import MachineError
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.layers.sampling import Choice
-from flexgen_jax.models.parts import AttentionSpec
+from flexgen_jax.models.parts import AttentionSpec, Pooling
 from flexgen_jax.offload.batch import (
     Batch,
     BatchArrays,
     BatchSource,
     Computed,
+    HeadResult,
     Moment,
     Neighbours,
     arrays_of,
@@ -121,11 +122,18 @@ class EndSteps:
             assert self._neighbours is not None, "another stage has the head"
             self._neighbours.send(step, hidden)
             return Computed(arrays.checks)
-        batch, arguments = arrays.given, (weights, hidden, arrays.checks)
-        if batch.targets is not None or batch.forced is not None:
-            result, checks = self._score(step, batch, arguments)
-        else:
-            result, checks = self._choose(step, arrays, arguments)
+        batch, result, checks = arrays.given, HeadResult(), arrays.checks
+        is_prompt = step.token == 0
+        if batch.forced is not None or (batch.targets is not None and is_prompt):
+            scores, checks = self._score(step, batch, (weights, hidden, checks))
+            result = result._replace(scores=scores)
+        if batch.pooling is not None and is_prompt:
+            pooled, checks = self._pool(batch, batch.pooling, (weights, hidden, checks))
+            result = result._replace(pooled=pooled)
+        if batch.chooses:
+            last_hidden = hidden[:, -1:] if is_prompt and batch.needs_prompt else hidden
+            chosen, checks = self._choose(step, arrays, (weights, last_hidden, checks))
+            result = result._replace(ids=arrays.ids, logprobs=chosen)
         for array in jax.tree.leaves((result, checks)):
             array.copy_to_host_async()
         return Computed(checks, result=result)
@@ -141,15 +149,24 @@ class EndSteps:
             rows=batch.size,
             tokens=arguments[1].shape[1],
             scored=target.shape[1],
+            top=batch.prompt_logprobs,
         )
         result, checks = program(*arguments, target)
         arrays_of(step.batch).ids = target[:, -1:]  # for a step that may still be dispatched
         return result, checks
 
+    def _pool(self, batch: Batch, pooling: Pooling, arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Makes vectors of the prompts."""
+        program = self._device.programs.get(
+            programs.pool, rows=batch.size, tokens=arguments[1].shape[1], pooling=pooling
+        )
+        pooled, checks = program(*arguments, batch.first_valid)
+        return pooled, checks
+
     def _choose(
         self, step: Step, arrays: BatchArrays, arguments: tuple[Any, ...]
     ) -> tuple[Any, Any]:
-        """Chooses the next tokens."""
+        """Chooses the next tokens, which `arrays.ids` has then; returns their log-probabilities."""
         sampling, batch = arrays.sampling, arrays.given
         texts = arrays.texts if step.token > 0 else None
         place = step.token
@@ -178,8 +195,11 @@ class EndSteps:
             programs.head, rows=batch.size, choice=choice, tokens=tokens
         )
         result, checks = program(*arguments, *sampling, *adjusted, *masks)
-        arrays.ids = result if batch.logprobs is None else result[0]
-        return result, checks
+        if batch.logprobs is None:
+            arrays.ids = result
+            return None, checks
+        arrays.ids, *logprobs = result
+        return tuple(logprobs), checks
 
     def check(self, step: Step, computed: Computed) -> None:
         """Raises `NonFiniteError` if a layer's results were not finite, once a batch's last layer

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
-from flexgen_jax.offload.batch import BatchArrays, OnResult, prompt_ids
+from flexgen_jax.offload.batch import BatchArrays, HeadResult, OnResult, prompt_ids
 from flexgen_jax.offload.kv_keeper import KVKeeper
 from flexgen_jax.offload.speculation import DraftedTexts
 from flexgen_jax.policy.waves import Step
@@ -23,7 +22,7 @@ class Results:
     def __init__(self, on_result: OnResult, keeper: KVKeeper | None) -> None:
         self._on_result, self._keeper = on_result, keeper
 
-    def hand_on(self, step: Step, result: Any) -> Sequence[int] | None:
+    def hand_on(self, step: Step, result: HeadResult) -> Sequence[int] | None:
         """Passes on the results of a head step; returns the rows that need more tokens,
         None where that is not known yet."""
         arrays: BatchArrays | None = step.batch.payload
@@ -37,7 +36,7 @@ class Results:
             arrays.left = unfinished_rows
         return unfinished_rows
 
-    def _told(self, step: Step, result: Any) -> Sequence[int] | None:
+    def _told(self, step: Step, result: HeadResult) -> Sequence[int] | None:
         """Passes on the head's result for one token per row; returns the rows that need more."""
         unfinished_rows = self._on_result(step, result)
         if (
@@ -45,13 +44,13 @@ class Results:
             and unfinished_rows is not None
             and step.batch.payload is not None
         ):
-            self._keeper.took(step.batch, _ids_of(result), unfinished_rows)
+            self._keeper.took(step.batch, result.ids, unfinished_rows)
         return unfinished_rows
 
-    def _accept(self, step: Step, texts: DraftedTexts, result: Any) -> Sequence[int] | None:
+    def _accept(self, step: Step, texts: DraftedTexts, result: HeadResult) -> Sequence[int] | None:
         """Passes on the accepted tokens of a pass: first tokens of all rows, then second tokens,
         and so on."""
-        chosen_ids = _ids_of(result).reshape(len(texts.rows), -1)
+        chosen_ids = result.ids.reshape(len(texts.rows), -1)
         places, cached = [range(1)] * len(texts.rows), 0
         if step.token <= 0:
             for row, text in enumerate(texts.rows):
@@ -66,7 +65,7 @@ class Results:
             positions = np.zeros(len(texts.rows), int)
             positions[rows] = [row * chosen_ids.shape[1] + places[row][number] for row in rows]
             those = jax.tree.map(lambda x: x[positions], result)  # noqa: B023
-            accepted_ids = _ids_of(those)
+            accepted_ids = those.ids
             accepted_ids[[row for row in range(len(positions)) if row not in rows]] = -1
             unfinished_rows = self._told(step, those)
             for row in rows:
@@ -75,9 +74,3 @@ class Results:
             cached, range(len(texts.rows)) if unfinished_rows is None else unfinished_rows
         )
         return unfinished_rows
-
-
-def _ids_of(result: Any) -> np.ndarray:
-    """Returns the token ids of the head's result, with or without log-probabilities."""
-    ids: np.ndarray = result[0] if isinstance(result, tuple) else result
-    return ids

@@ -21,7 +21,7 @@ from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.parts import Layout
 from flexgen_jax.policy.passes import Begun, Handle
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.policy import GREEDY, SCORE, TIERS, HeadUse, Tier
+from flexgen_jax.policy.policy import GREEDY, SAMPLE_AND_READ, SCORE, TIERS, HeadUse, Tier
 from flexgen_jax.policy.running import LayerState, PromptPart, ReplacedPart, Running, SealedPart
 from flexgen_jax.policy.shapes import Setting
 from flexgen_jax.policy.shrinking import ENTRY_FRACTION, rows_beside
@@ -347,7 +347,9 @@ def workspace_bytes(
     spec, sizes = model_spec(setting.config), setting.sizes
     plain = replace(formats, weight_bits=16) if unpacks else formats
     group = sizes.prefill_sequences(rows, tokens, plain.weight_bits)
-    formed = min(sizes.scored_rows, group * tokens) if head == SCORE else rows * pass_tokens
+    formed = 0 if head == SCORE else rows * pass_tokens
+    if head in (SCORE, SAMPLE_AND_READ):
+        formed = max(formed, min(sizes.scored_rows, group * tokens))
     logits = head.logit_copies * formed * setting.config.vocab_size * 4
     of_head = logits + _unpacked_table(spec, formats, sizes, formed)
     of_layers = max(

@@ -40,6 +40,8 @@ class HeadUse:
 
 
 GREEDY, SAMPLE, SCORE = HeadUse("greedy", 1), HeadUse("sample", 8), HeadUse("score", 3)
+SAMPLE_AND_READ = HeadUse("sample, and read prompts", 9)
+"""Besides choosing tokens, the head scores or pools all tokens of the prompts."""
 
 
 class PolicyError(UserError):
@@ -120,12 +122,12 @@ class Workload:
     @property
     def tokens_each(self) -> int:
         """Tokens of each sequence that count for the throughput: the new or the scored ones."""
-        return self.prompt_len if self.scores_prompts else self.gen_len
+        return self.prompt_len if self.head == SCORE and self.gen_len == 1 else self.gen_len
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether the head scores all tokens of the prompts."""
-        return self.head == SCORE and self.gen_len == 1
+        """Whether the head needs all tokens of the prompts."""
+        return self.head == SAMPLE_AND_READ or (self.head == SCORE and self.gen_len == 1)
 
     @property
     def typical(self) -> Workload:

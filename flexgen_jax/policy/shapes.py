@@ -9,7 +9,14 @@ from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.policy.drafts import DraftRates
 from flexgen_jax.policy.expert_rates import ExpertRates
 from flexgen_jax.policy.hardware import KernelSizes
-from flexgen_jax.policy.policy import GREEDY, SCORE, HeadUse, Policy, Workload
+from flexgen_jax.policy.policy import (
+    GREEDY,
+    SAMPLE_AND_READ,
+    SCORE,
+    HeadUse,
+    Policy,
+    Workload,
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class Setting:
 class BatchShape:
     """One batch: its rows, its padded prompt length, and the most tokens that a row generates.
 
-    scores_prompt: whether the head scores all tokens of the prompts.
+    scores_prompt: whether the head needs all tokens of the prompts, to score or to pool them.
     """
 
     rows: int
@@ -88,7 +95,7 @@ class BlockShape:
 
     def _scores_prompt(self, batch: int) -> bool:
         if self.scored is None:
-            return self.head == SCORE and self.gen_len == 1
+            return self.head == SAMPLE_AND_READ or (self.head == SCORE and self.gen_len == 1)
         return batch in self.scored
 
     @classmethod

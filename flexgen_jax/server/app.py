@@ -25,6 +25,7 @@ from flexgen_jax.progress import logger
 from flexgen_jax.server.bodies import (
     CHAT,
     COMPLETIONS,
+    EMBEDDINGS,
     Asked,
     requests_of,
     text_of,
@@ -97,6 +98,7 @@ class Server:
         routes: list[tuple[str, str, Handler]] = [
             ("POST", CHAT, self.complete),
             ("POST", COMPLETIONS, self.complete),
+            ("POST", EMBEDDINGS, self.complete),
             ("GET", "/v1/models", self.models),
             ("GET", "/v1/models/{name:path}", self.model),
             ("POST", "/tokenize", self.tokenize),
@@ -164,7 +166,7 @@ class Server:
     # Texts
 
     async def complete(self, request: Request) -> Response:
-        """Answers a conversation or completes prompts, at once or in pieces."""
+        """Answers a conversation, completes prompts or makes vectors, at once or in pieces."""
         engine = self.engine
 
         def read(body: bytes) -> tuple[Asked, list[EngineRequest]]:

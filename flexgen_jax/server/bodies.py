@@ -18,14 +18,21 @@ from flexgen_jax.engine.requests import Request
 from flexgen_jax.errors import UserError
 from flexgen_jax.jobs.answers import answer, finish_reason, logprobs_of, tool_call, usage_of
 from flexgen_jax.jobs.job import CHAT_TOKENS
-from flexgen_jax.jobs.lines import MAX_CHOICES, Line, LineError, OnUnknown, read_line
+from flexgen_jax.jobs.lines import (
+    MAX_CHOICES,
+    MAX_INPUTS,
+    Line,
+    LineError,
+    OnUnknown,
+    Prompt,
+    read_line,
+)
 from flexgen_jax.models.answer_stream import AnswerStream, PlainStream
-from flexgen_jax.models.chat import ChatOptions
 from flexgen_jax.models.text_reader import Piece
 from flexgen_jax.models.tool_calls import ToolCall
 from flexgen_jax.server.errors import RefusedError
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
 
 def chat_tokens_of(llm: LLM) -> int | None:
@@ -40,14 +47,8 @@ def requests_of(line: Line, llm: LLM, next_id: Callable[[], str]) -> list[Reques
     first = 0 if line.has_seed else secrets.randbelow(1 << 30)
     requests = []
     try:
-        for text, ids in _prompts_of(line, llm):
-            request = Request(
-                next_id(),
-                prompt=text if ids is None else None,
-                prompt_token_ids=ids,
-                sampling_params=line.params,
-                is_chat=line.form == "chat",
-            )
+        for prompt in _prompts_of(line, llm):
+            request = line.request(next_id(), prompt, llm)
             requests.append(replace(request, prompt=None, prompt_token_ids=llm.check(request)))
     except UserError as error:
         raise RefusedError(400, without_paths(str(error), llm)) from None
@@ -63,16 +64,11 @@ def without_paths(message: str, llm: LLM) -> str:
     return message.replace(llm.name, Path(llm.name).name)
 
 
-def _prompts_of(line: Line, llm: LLM) -> list[tuple[str | None, list[int] | None]]:
+def _prompts_of(line: Line, llm: LLM) -> list[Prompt]:
     try:
-        if line.messages is not None:
-            return [llm.chat_prompt(line.messages, line.chat or ChatOptions(now=datetime.now()))]
+        return line.prompts_for(llm, datetime.now())
     except Exception as error:  # whatever a template does with what a client says
         raise RefusedError(400, without_paths(str(error), llm)) from None
-    return [
-        (prompt, None) if isinstance(prompt, str) else (None, list(prompt))
-        for prompt in line.prompts
-    ]
 
 
 MAX_TEMPERATURE = 2
@@ -114,8 +110,8 @@ class Asked:
         if isinstance(temperature, int | float) and temperature > MAX_TEMPERATURE:
             message = f'"temperature" must be at most {MAX_TEMPERATURE}, not {temperature}'
             raise RefusedError(400, message)
-        limit = max(llm.config.max_positions, MAX_CHOICES)
-        for name in ("prompt", "messages"):
+        limit = max(llm.config.max_positions, MAX_CHOICES, MAX_INPUTS)
+        for name in ("prompt", "messages", "input"):
             if isinstance(body.get(name), list) and len(body[name]) > limit:
                 message = f'"{name}" has {len(body[name])} entries; the model takes {limit} at most'
                 raise RefusedError(400, message)
@@ -128,6 +124,10 @@ class Asked:
             )
         except (LineError, RecursionError) as error:
             raise RefusedError(400, str(error)) from None
+        is_whole = self.line.echoes or not self.line.has_text or self.line.form == "embeddings"
+        if self.streams and is_whole:
+            message = '"stream" cannot be combined with embeddings, "echo" or "max_tokens": 0'
+            raise RefusedError(400, message)
         if self.line.model is not None and self.line.model not in names:
             message = f"the model {self.line.model!r} does not exist; there is {names[0]!r}"
             raise RefusedError(404, message, "model_not_found")

@@ -153,7 +153,12 @@ class MessageWriter:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": {"input_tokens": num_prompt_tokens, "output_tokens": 0},
+            "usage": {
+                "input_tokens": num_prompt_tokens,
+                "output_tokens": 0,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": 0,
+            },
         }
         self._arguments = ""
 
@@ -213,8 +218,10 @@ class MessageWriter:
         reason = REASONS[finish_reason(result, has_calls)]
         change = {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
         self.body |= change
-        self.body["usage"]["output_tokens"] = len(result.token_ids)
         usage = self.body["usage"]
+        usage["output_tokens"] = len(result.token_ids)
+        usage["cache_read_input_tokens"] = result.cached_tokens
+        usage["input_tokens"] -= result.cached_tokens
         yield "message_delta", {"type": "message_delta", "delta": change, "usage": {**usage}}
         yield "message_stop", {"type": "message_stop"}
 

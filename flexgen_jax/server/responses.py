@@ -276,7 +276,7 @@ class ResponseWriter:
             self.body["incomplete_details"] = {"reason": "max_output_tokens"}
         self.body["usage"] = {
             "input_tokens": self._num_prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": result.cached_tokens},
             "output_tokens": num_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": self._num_prompt_tokens + num_tokens,

@@ -147,18 +147,7 @@ class SharedRunner:
         self._tokens.pop(request.id, None)
         if result.finish_reason == "cancelled":
             return
-        self._ready.append(
-            RequestOutput(
-                prompt=request.prompt,
-                prompt_token_ids=result.prompt_token_ids,
-                text=result.text,
-                token_ids=result.token_ids,
-                finish_reason=result.finish_reason,
-                id=request.id,
-                error=result.error,
-                logprobs=result.logprobs,
-            )
-        )
+        self._ready.append(replace(result, id=request.id, prompt=request.prompt))
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Gives an impossible request an error; retries others later."""

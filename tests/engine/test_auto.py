@@ -68,22 +68,24 @@ def test_out_of_memory_goes_on_with_less(
 
 def forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every request run again, as if none had been finished when memory ran out."""
-    from flexgen_jax.engine import outputs
+    from flexgen_jax.engine import generation
 
-    begun: list[outputs.EncodedRequest] = []
-    begin, real = outputs.Generation.begin, outputs.Generation.restart
+    begun: list[generation.EncodedRequest] = []
+    begin, real = generation.Generation.begin, generation.Generation.restart
 
-    def beginning(self: outputs.Generation, requests: Sequence[outputs.EncodedRequest]) -> None:
+    def beginning(
+        self: generation.Generation, requests: Sequence[generation.EncodedRequest]
+    ) -> None:
         begun[:] = requests
         begin(self, requests)
 
-    def restart(self: outputs.Generation) -> list[object]:
+    def restart(self: generation.Generation) -> list[object]:
         real(self)
         self.begin(begun)
         return list(begun)
 
-    monkeypatch.setattr(outputs.Generation, "begin", beginning)
-    monkeypatch.setattr(outputs.Generation, "restart", restart)
+    monkeypatch.setattr(generation.Generation, "begin", beginning)
+    monkeypatch.setattr(generation.Generation, "restart", restart)
 
 
 def test_finished_requests_are_not_run_again(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_jax.engine.batching import Waiting, grouped, pad_prompts, padded_length
+from flexgen_jax.engine.batching import Waiting, grouped
 from flexgen_jax.engine.feed import Listed
+from flexgen_jax.engine.generation import Generation
+from flexgen_jax.engine.padding import pad_prompts, padded_length
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.tokenizer import Tokenizer
-from flexgen_jax.offload.batch import Batch
 from flexgen_jax.policy.policy import Policy
 from flexgen_jax.policy.shapes import BlockShape
 from flexgen_jax.units import parse_bytes
@@ -47,11 +47,8 @@ def test_requests_are_spread_over_as_few_batches_as_hold_them(
 def waiting(lengths: list[int], batch_size: int, num_batches: int, schedule: str) -> Waiting:
     policy = Policy(batch_size=batch_size, num_batches=num_batches, schedule=schedule)
     shape = BlockShape((batch_size,) * num_batches, (96,) * num_batches, 8)
-
-    def make(members: Sequence[EncodedRequest], rows: int) -> Batch:
-        return Batch(*pad_prompts(members, rows, 0, 96))
-
-    return Waiting(plan_of(policy, shape), Listed(requests(lengths)), make)
+    collector = Generation(None, (), lambda request, output: None)
+    return Waiting(plan_of(policy, shape), Listed(requests(lengths)), collector)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from flexgen_jax.engine.outputs import Generation
+from flexgen_jax.engine.generation import Generation
 from flexgen_jax.engine.prediction import predicted_time
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.models.shapes import known_shape
+from flexgen_jax.offload.batch import HeadResult
 from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.problem import Problem
@@ -77,6 +78,6 @@ def test_what_is_left_is_expected_from_what_is_finished() -> None:
     assert generation.progress() == (0, 1200, 0)
     for token in range(10):
         ids = [[2 if token == 9 and row < 8 else 7] for row in range(12)]
-        generation.receive(requests, token, np.array(ids))
+        generation.receive(requests, token, HeadResult(np.array(ids)))
     # Eight texts of 10 tokens; of the other four, 10 of 13 are made.
     assert generation.progress() == (120, 120 + 4 * 3, 8)

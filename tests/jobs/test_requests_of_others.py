@@ -32,6 +32,7 @@ SENSIBLE: dict[str, Any] = {
     "logit_bias": {"5": 1},
     "max_tokens": 3,
     "max_completion_tokens": 3,
+    "echo": True,
     "n": 2,
     "seed": 3,
     "stop": ["a"],

@@ -7,18 +7,18 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flexgen_jax.engine.batching import Waiting, padded_length
+from flexgen_jax.engine.batching import Waiting
 from flexgen_jax.engine.feed import Listed
+from flexgen_jax.engine.padding import padded_length
+from flexgen_jax.engine.prediction import Shapes
 from flexgen_jax.engine.prefixes import padded_prefix
 from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.models.families import read_config
-from flexgen_jax.offload.batch import Batch
 from flexgen_jax.policy.backend import Handle, Inputs
 from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.loop import BlockLoop
@@ -68,15 +68,10 @@ class Ending(Idle):
         return sum(r.index not in self.finished for r in members)
 
 
-def make(members: Sequence[EncodedRequest], rows: int) -> Batch:
-    tokens = padded_length(max(len(r.own_ids) for r in members), LONGEST)
-    return Batch(np.zeros((rows, tokens), np.int32), np.zeros(rows, np.int32))
-
-
 def run_waves(plan: BlockPlan, requests: Sequence[EncodedRequest], ends: Sequence[int]) -> Ledger:
     ledger, peaks = planned_ledger(plan), peak_bytes(plan)
     before = ledger.used
-    queue = Waiting(plan, Listed(requests), make)
+    queue = Waiting(plan, Listed(requests), Shapes(None, (), lambda request, output: None))
     backend = Ending(len(plan.spec.layers) - 1, queue, ends)
     BlockLoop(plan, backend, ledger, arrivals=queue, peaks=peaks).run()
     assert backend.finished == {r.index for r in requests}

@@ -30,6 +30,7 @@ from flexgen_jax.layers.sampling import (
     only_allowed,
     sample,
 )
+from flexgen_jax.models.parts import Pooling
 
 
 @program
@@ -86,17 +87,22 @@ def head(model: Traceable, rows: int, choice: Choice, tokens: int = 1) -> Traced
 
 
 @program
-def score(model: Traceable, rows: int, tokens: int, scored: int) -> Traced:
+def score(model: Traceable, rows: int, tokens: int, scored: int, top: int | None = None) -> Traced:
     """Scores the last `scored` of a batch's tokens: (weights, hidden, checks, targets [batch,
-    scored]) -> (log-probabilities, fp32, and whether the targets are the greedy choices, each
-    [batch, scored]), checks."""
+    scored]) -> scores, checks.
+
+    The scores are log-probabilities, fp32, and whether the targets are the greedy choices, each
+    [batch, scored]; with `top` the log-probabilities, and the ids and log-probabilities of the
+    likeliest tokens, each [batch, scored, top]."""
     module = Head(model.config, model.kernels, model.dtype)
 
     def run(weights: Weights, hidden: jax.Array, checks: jax.Array, targets: jax.Array) -> Any:
         hidden = hidden[:, -targets.shape[1] :]
 
-        def some(rows: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def some(rows: jax.Array, wanted: jax.Array) -> tuple[jax.Array, ...]:
             logits = apply(module, weights, rows)
+            if top is not None:
+                return log_probabilities(logits, wanted, top)
             logprobs = jax.nn.log_softmax(logits)
             logprobs = jnp.take_along_axis(logprobs, wanted[:, None], axis=1)
             return logprobs[:, 0], greedy(logits) == wanted
@@ -105,7 +111,33 @@ def score(model: Traceable, rows: int, tokens: int, scored: int) -> Traced:
         tokens = hidden.reshape(-1, hidden.shape[-1])
         scores = in_groups(some, together, tokens, targets.reshape(-1))
         is_finite = jnp.isfinite(scores[0]).all()
-        return tuple(x.reshape(targets.shape) for x in scores), checked(checks, is_finite)
+        shaped = tuple(x.reshape(*targets.shape, *x.shape[1:]) for x in scores)
+        return shaped, checked(checks, is_finite)
 
     arguments = (model.hidden(rows, tokens), CHECKS, ints(rows, scored))
+    return Traced(run, (model.weights(model.spec.head), *arguments))
+
+
+@program
+def pool(model: Traceable, rows: int, tokens: int, pooling: Pooling) -> Traced:
+    """Makes vectors of prompts: (weights, hidden [batch, token, hidden], checks, the index of each
+    row's first token int32 [batch]) -> fp32 [batch, hidden], checks. With "last", one token of the
+    hidden states suffices."""
+    module = Head(model.config, model.kernels, model.dtype)
+
+    def run(weights: Weights, hidden: jax.Array, checks: jax.Array, first: jax.Array) -> Any:
+        count = hidden.shape[1]
+        if pooling == "last":
+            hidden = hidden[:, -1:]
+        elif pooling == "cls":
+            hidden = jnp.take_along_axis(hidden, first[:, None, None], axis=1)
+        states = apply(module, weights, hidden, True).astype(jnp.float32)
+        if pooling == "mean":
+            is_real = jnp.arange(count)[None, :, None] >= first[:, None, None]
+            pooled = jnp.where(is_real, states, 0).sum(1) / (count - first)[:, None]
+        else:
+            pooled = states[:, 0]
+        return pooled, checked(checks, jnp.isfinite(pooled).all())
+
+    arguments = (model.hidden(rows, tokens), CHECKS, ints(rows))
     return Traced(run, (model.weights(model.spec.head), *arguments))
