@@ -22,6 +22,10 @@ MAX_DIGITS = 24
 """The most digits in a row of a JSON number, which a small model may write without end; integers of
 64 bits have 20, and doubles 17."""
 
+LEXER_FUEL = 200_000
+"""Work that a schema's first mask may cost, in the library's units. With its default of 1,000,000,
+the pattern ((a{100}){100}){100} takes a second, and each further token a third."""
+
 
 class Matcher:
     """The text so far, and its allowed next tokens. It is done when nothing may.
@@ -180,7 +184,10 @@ class Grammars:
             grammar = library.LLMatcher.grammar_from_json_schema(schema, COMPACT)
         except ValueError as error:
             raise UserError(f"this json_schema is not supported: {first_line(error)}") from None
-        matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0)
+        limits = library.LLParserLimits(initial_lexer_fuel=LEXER_FUEL)
+        matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # slow for large patterns: here no running text waits for it
         if matcher.is_error():
             raise UserError(f"this json_schema is not supported: {_said(matcher)}")
         return matcher

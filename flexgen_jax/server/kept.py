@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
@@ -55,9 +56,11 @@ class Kept:
             pieces = iter(partial(file.file.read, PIECE_BYTES), b"")
             return JSONResponse(await asyncio.to_thread(self.files.add, name, "batch", pieces))
 
-    async def list_files(self, _request: Request) -> Response:
+    async def list_files(self, request: Request) -> Response:
         data = await asyncio.to_thread(lambda: list(self.files.all()))
-        return JSONResponse({"object": "list", "data": data, "has_more": False})
+        purpose = request.query_params.get("purpose")
+        chosen = [file for file in data if purpose in (None, file["purpose"])]
+        return JSONResponse(_page(chosen, request, max_limit=10_000, default=10_000))
 
     async def get_file(self, request: Request) -> Response:
         return JSONResponse(self.files.get(request.path_params["id"]))
@@ -77,12 +80,40 @@ class Kept:
         body = await self._bodies.read(request, object_of)
         return JSONResponse(self.batches.add(body))
 
-    async def list_batches(self, _request: Request) -> Response:
-        data = self.batches.all()
-        return JSONResponse({"object": "list", "data": data, "has_more": False})
+    async def list_batches(self, request: Request) -> Response:
+        return JSONResponse(_page(self.batches.all(), request, max_limit=100, default=20))
 
     async def get_batch(self, request: Request) -> Response:
         return JSONResponse(self.batches.get(request.path_params["id"]))
 
     async def cancel_batch(self, request: Request) -> Response:
         return JSONResponse(self.batches.cancel(request.path_params["id"]))
+
+
+def _page(
+    entries: list[dict[str, Any]], request: Request, max_limit: int, default: int
+) -> dict[str, Any]:
+    """Returns a page of a list, as the query asks for it: `limit`, `after` an id, and `order` by
+    creation, the latest first by default."""
+    query = request.query_params
+    limit, after = query.get("limit", str(default)), query.get("after")
+    order = query.get("order", "desc")
+    if not limit.isdecimal() or not 1 <= int(limit) <= max_limit:
+        raise RefusedError(400, f'"limit" must be an integer from 1 to {max_limit}, not {limit!r}')
+    if order not in ("asc", "desc"):
+        raise RefusedError(400, f'"order" must be "asc" or "desc", not {order!r}')
+    ordered = sorted(
+        entries, key=lambda entry: (entry["created_at"], entry["id"]), reverse=order == "desc"
+    )
+    ids = [entry["id"] for entry in ordered]
+    if after is not None and after not in ids:
+        raise RefusedError(404, f'"after" names {after!r}, which does not exist')
+    first = 0 if after is None else ids.index(after) + 1
+    page = ordered[first : first + int(limit)]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": first + len(page) < len(ordered),
+    }

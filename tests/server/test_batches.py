@@ -165,6 +165,23 @@ def test_ids_lead_nowhere_else(folder: Path, tmp_path: Path, name: str) -> None:
         assert httpx.post(f"{address}/v1/files", data={"purpose": "batch"}).status_code == 400
 
 
+def test_lists_come_in_pages(folder: Path, tmp_path: Path) -> None:
+    with serving(folder, POLICY, folder=tmp_path) as (address, _):
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
+        made = [client.files.create(file=b"{}", purpose="batch").id for _ in range(5)]
+        assert {file.id for file in client.files.list(limit=2)} == {*made}, "all pages"
+        first = client.files.list(limit=3, order="asc")
+        rest = client.files.list(limit=3, order="asc", after=first.data[-1].id)
+        assert (first.has_more, rest.has_more) == (True, False)
+        ids = [file.id for file in (*first.data, *rest.data)]
+        assert sorted(ids) == sorted(made)
+        assert [file.id for file in client.files.list()] == ids[::-1]
+        assert not client.files.list(purpose="vision").data
+        for query, status in (("limit=0", 400), ("order=up", 400), ("after=file-x", 404)):
+            assert httpx.get(f"{address}/v1/files?{query}").status_code == status
+        assert httpx.get(f"{address}/v1/batches").json()["first_id"] is None
+
+
 def test_a_damaged_record_of_a_file_is_left_out(tmp_path: Path) -> None:
     files = Files(tmp_path)
     kept_id, lost_id = (files.add("x", "batch", b"{}")["id"] for _ in range(2))
