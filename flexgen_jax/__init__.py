@@ -29,31 +29,31 @@ __all__ = [
 if TYPE_CHECKING:
     from flexgen_jax.engine.llm import LLM
     from flexgen_jax.engine.options import EngineOptions
-    from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
     from flexgen_jax.engine.report import Report
-    from flexgen_jax.engine.requests import Request
-    from flexgen_jax.engine.sampling import SamplingParams
-    from flexgen_jax.engine.scoring import PairScore, ScoreOutput
     from flexgen_jax.errors import PromptError, UserError
     from flexgen_jax.machine.jax_settings import set_up_jax
     from flexgen_jax.models.families import register_family
     from flexgen_jax.models.loading import Model
     from flexgen_jax.policy.policy import Placement, Policy
+    from flexgen_jax.requests.outputs import RequestOutput, TokenLogprob
+    from flexgen_jax.requests.requests import Request
+    from flexgen_jax.requests.sampling import SamplingParams
+    from flexgen_jax.requests.scoring import PairScore, ScoreOutput
 
 _HOMES = {
     "EngineOptions": "flexgen_jax.engine.options",
     "LLM": "flexgen_jax.engine.llm",
     "Model": "flexgen_jax.models.loading",
-    "PairScore": "flexgen_jax.engine.scoring",
+    "PairScore": "flexgen_jax.requests.scoring",
     "Placement": "flexgen_jax.policy.policy",
     "Policy": "flexgen_jax.policy.policy",
     "PromptError": "flexgen_jax.errors",
     "Report": "flexgen_jax.engine.report",
-    "Request": "flexgen_jax.engine.requests",
-    "RequestOutput": "flexgen_jax.engine.outputs",
-    "SamplingParams": "flexgen_jax.engine.sampling",
-    "ScoreOutput": "flexgen_jax.engine.scoring",
-    "TokenLogprob": "flexgen_jax.engine.outputs",
+    "Request": "flexgen_jax.requests.requests",
+    "RequestOutput": "flexgen_jax.requests.outputs",
+    "SamplingParams": "flexgen_jax.requests.sampling",
+    "ScoreOutput": "flexgen_jax.requests.scoring",
+    "TokenLogprob": "flexgen_jax.requests.outputs",
     "UserError": "flexgen_jax.errors",
     "register_family": "flexgen_jax.models.families",
     "set_up_jax": "flexgen_jax.machine.jax_settings",

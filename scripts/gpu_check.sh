@@ -89,9 +89,10 @@ pytest=(env XLA_FLAGS="$untried" "$python" -m pytest -n 2 -p no:cacheprovider)
 part tests-kernels "the GPU's kernels against NumPy" "${pytest[@]}" tests/gpu
 if [[ $quick ]]; then
   part tests-copying "what a GPU does differently" "${pytest[@]}" \
-    tests/offload/test_copying.py tests/policy/test_loop.py tests/machine/test_jax_settings.py
+    tests/offload/test_copying.py tests/schedule/test_loop.py tests/machine/test_jax_settings.py
 else
-  for room in offload engine "layers tests/policy" "cli tests/machine tests/models"; do
+  plans="tests/policy tests/schedule tests/search"
+  for room in offload "engine tests/requests" "layers $plans" "cli tests/machine tests/models"; do
     # shellcheck disable=SC2086 # a room may be several folders
     part "tests-${room%% *}" "tests/$room" "${pytest[@]}" tests/$room
   done

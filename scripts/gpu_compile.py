@@ -34,8 +34,8 @@ from flexgen_jax.layers.sampling import Choice
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.models.tensor_spec import Formats
-from flexgen_jax.policy.memory import workspace_bytes
 from flexgen_jax.policy.shapes import Setting
+from flexgen_jax.search.memory import workspace_bytes
 from gpu_targets import CARDS, Card, compile_for
 
 JOINED = 8

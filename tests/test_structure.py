@@ -1,4 +1,4 @@
-"""Rooms import one way, without cycles; `models/` needs no JAX, `policy/` not even NumPy."""
+"""Rooms import one way, without cycles; `models/` needs no JAX, plans not even NumPy."""
 
 from __future__ import annotations
 
@@ -22,22 +22,41 @@ MAY_IMPORT = {
     "models": set(),
     "layers": {"models"},
     "policy": {"models"},
+    "schedule": {"models", "policy"},
+    "search": {"models", "policy", "schedule"},
     "gpu": {"models", "layers", "policy"},
     "cpu": {"models", "layers", "policy", "gpu"},
-    "offload": {"models", "layers", "policy", "cpu"},
-    "machine": {"models", "layers", "policy", "cpu", "offload"},
-    "offloading": {"models", "layers", "policy", "cpu", "offload", "machine"},
-    "engine": {"models", "layers", "policy", "cpu", "offload", "machine"},
-    "jobs": {"models", "engine", "machine"},
-    "server": {"models", "engine", "jobs"},
-    "evaluation": {"models", "policy", "engine"},
+    "offload": {"models", "layers", "policy", "schedule", "cpu"},
+    "machine": {"models", "layers", "policy", "schedule", "search", "cpu", "offload"},
+    "offloading": {"models", "layers", "policy", "schedule", "cpu", "offload", "machine"},
+    "requests": {"models", "layers", "policy", "schedule", "offload"},
+    "drafting": {"models", "layers", "policy", "schedule", "cpu", "offload"},
+    "engine": {
+        "models",
+        "layers",
+        "policy",
+        "schedule",
+        "search",
+        "cpu",
+        "offload",
+        "machine",
+        "requests",
+        "drafting",
+    },
+    "jobs": {"models", "machine", "requests", "engine"},
+    "server": {"models", "requests", "engine", "jobs"},
+    "evaluation": {"models", "policy", "requests", "engine"},
     "cli": {
         "models",
         "layers",
         "policy",
+        "schedule",
+        "search",
         "cpu",
         "offload",
         "machine",
+        "requests",
+        "drafting",
         "engine",
         "jobs",
         "server",
@@ -122,7 +141,15 @@ def test_no_import_cycle() -> None:
     tuple(TopologicalSorter(GRAPH).static_order())  # raises CycleError with the cycle
 
 
-@pytest.mark.parametrize(("name", "unwanted"), [("models", {"jax"}), ("policy", {"jax", "numpy"})])
+@pytest.mark.parametrize(
+    ("name", "unwanted"),
+    [
+        ("models", {"jax"}),
+        ("policy", {"jax", "numpy"}),
+        ("schedule", {"jax", "numpy"}),
+        ("search", {"jax", "numpy"}),
+    ],
+)
 def test_rooms_without_jax(name: str, unwanted: set[str]) -> None:
     modules = [module for module in FILES if room(module) == name]
     code = f"import sys, {', '.join(modules)}; print({unwanted} & set(sys.modules))"

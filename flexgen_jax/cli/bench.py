@@ -115,7 +115,7 @@ def run_bench(
     """
     import numpy as np
 
-    from flexgen_jax.engine.sampling import SamplingParams
+    from flexgen_jax.requests.sampling import SamplingParams
 
     llm.config.check_lengths(prompt_len, gen_len)
     if num_sequences is not None and num_sequences < 1:

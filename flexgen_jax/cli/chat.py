@@ -21,7 +21,7 @@ from flexgen_jax.errors import PromptError, UserError
 
 if TYPE_CHECKING:
     from flexgen_jax.engine.llm import LLM
-    from flexgen_jax.engine.sampling import SamplingParams
+    from flexgen_jax.requests.sampling import SamplingParams
 
 MAX_TOKENS = 1024
 """New tokens of an answer where neither the command nor the model's folder says how many."""

@@ -43,7 +43,7 @@ def convert(
         written = convert_folder(source, destination)
         click.echo(f"wrote {len(written)} file(s) to {destination}")
         return
-    from flexgen_jax.engine.quantized_copy import quantize_folder
+    from flexgen_jax.drafting.quantized_copy import quantize_folder
     from flexgen_jax.progress import Progress
 
     if calibrate is not None and weight_bits != "4":

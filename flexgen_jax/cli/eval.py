@@ -48,8 +48,8 @@ def perplexity(
     source: Path, window: int | None, stride: int | None, json_file: Path | None, **flags: Any
 ) -> None:
     """Measure the perplexity of a text in sliding windows."""
-    from flexgen_jax.engine.files import read_text
     from flexgen_jax.evaluation.perplexity import perplexity
+    from flexgen_jax.requests.files import read_text
 
     check_json(json_file)
     text = read_text(source, "--file")

@@ -12,9 +12,9 @@ import click
 from flexgen_jax.cli.commands import Size, under
 from flexgen_jax.cli.stage import lead_or_join
 from flexgen_jax.engine.options import MEMORY, MODEL, PRECISION, EngineOptions
-from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.errors import UserError
 from flexgen_jax.policy.schedules import SCHEDULES
+from flexgen_jax.requests.sampling import SamplingParams
 
 Function = Callable[..., Any]
 """A function that is, or becomes, a command."""

@@ -29,10 +29,10 @@ from flexgen_jax.errors import PromptError, UserError
 from flexgen_jax.progress import logger
 
 if TYPE_CHECKING:
-    from flexgen_jax.engine.files import Prompt
     from flexgen_jax.engine.llm import LLM
-    from flexgen_jax.engine.outputs import RequestOutput
-    from flexgen_jax.engine.sampling import SamplingParams
+    from flexgen_jax.requests.files import Prompt
+    from flexgen_jax.requests.outputs import RequestOutput
+    from flexgen_jax.requests.sampling import SamplingParams
 
 MAX_TOKENS = 64
 """New tokens where neither the command nor the model's folder says how many."""
@@ -122,7 +122,7 @@ def generate(
     Without --model, a toy model of 5 million parameters is used. Long runs should set --output;
     the same command then resumes an interrupted run.
     """
-    from flexgen_jax.engine.files import Prompt, read_prompts, read_text
+    from flexgen_jax.requests.files import Prompt, read_prompts, read_text
 
     all_prompts = [Prompt(text, f"PROMPTS, number {n}") for n, text in enumerate(prompts, 1)]
     if prompts_file is not None:
@@ -162,7 +162,7 @@ def print_results(
     """Prints completions and throughput, and writes the JSON file. echoes: whether to print the
     prompts; None prints no completions, since they were streamed. Raises `UserError` for prompts
     that could not run."""
-    from flexgen_jax.engine.requests import impossible
+    from flexgen_jax.requests.requests import impossible
 
     errors = {r["index"]: r["error"] for r in results if "error" in r}
     try:  # a full disk must not suppress the output
@@ -223,7 +223,7 @@ def run_prompts(
     shows: None collects the results; otherwise a single completion is printed token by token, after
     its prompt if True. Raises `UserError` if no prompt can run.
     """
-    from flexgen_jax.engine.files import as_json
+    from flexgen_jax.requests.files import as_json
 
     texts = [prompt.text for prompt in prompts]
     with open_llm(options) as llm:
@@ -291,7 +291,7 @@ def _with_limit(params: SamplingParams, llm: LLM) -> SamplingParams:
 
 def _with_reasoning(llm: LLM, result: RequestOutput, chat: Chat | None) -> dict[str, Any]:
     """Returns a result as JSON; of a conversation, with the answer apart from its reasoning."""
-    from flexgen_jax.engine.files import as_json
+    from flexgen_jax.requests.files import as_json
 
     reasoned = None if chat is None else llm.answer(result)
     if reasoned is None:

@@ -16,16 +16,16 @@ from flexgen_jax.cli.json_files import check_json, json_option, write_json
 from flexgen_jax.cli.plan_text import plan_json, plan_text, staged_json, staged_text
 from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.errors import UserError
-from flexgen_jax.policy.candidates import Candidate, candidates, frontier
-from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.machines import read_profile
 from flexgen_jax.policy.policy import Policy, Workload
-from flexgen_jax.policy.problem import Choices, Plan, Problem
-from flexgen_jax.policy.search import evaluate, search
 from flexgen_jax.policy.shapes import Setting
-from flexgen_jax.policy.stage_search import ChainPlan, search_stages
-from flexgen_jax.policy.stages import divisions
+from flexgen_jax.schedule.stages import divisions
+from flexgen_jax.search.candidates import Candidate, candidates, frontier
+from flexgen_jax.search.fit import Budgets
+from flexgen_jax.search.problem import Choices, Plan, Problem
+from flexgen_jax.search.search import evaluate, search
+from flexgen_jax.search.stage_search import ChainPlan, search_stages
 from flexgen_jax.units import parse_bytes, scaled, significant
 
 if TYPE_CHECKING:

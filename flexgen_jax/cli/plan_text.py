@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from flexgen_jax.policy.fit import human
 from flexgen_jax.policy.placement import stays_on_device
 from flexgen_jax.policy.policy import TIERS, Policy, Workload
-from flexgen_jax.policy.problem import Plan, Problem
-from flexgen_jax.policy.stage_search import ChainPlan
+from flexgen_jax.search.fit import human
+from flexgen_jax.search.problem import Plan, Problem
+from flexgen_jax.search.stage_search import ChainPlan
 from flexgen_jax.units import scaled, significant
 
 BAR = 30

@@ -13,10 +13,10 @@ from typing import Any
 import click
 
 from flexgen_jax.engine.llm import LLM
-from flexgen_jax.engine.outputs import RequestOutput
-from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.models.answer_stream import AnswerStream, PlainStream
 from flexgen_jax.models.text_reader import Piece
+from flexgen_jax.requests.outputs import RequestOutput
+from flexgen_jax.requests.sampling import SamplingParams
 
 
 class Shown:

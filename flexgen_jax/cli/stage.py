@@ -27,7 +27,7 @@ def lead_or_join(
 def be_stage(address: str, number: int) -> None:
     """Computes the layers of a stage until the leader ends; raises `UserError` where that cannot
     begin."""
-    from flexgen_jax.engine.stage_worker import KEY, parse_address, work
+    from flexgen_jax.engine.stages.worker import KEY, parse_address, work
 
     key = os.environ.get(KEY)
     if not key:

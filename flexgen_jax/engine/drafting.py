@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flexgen_jax.caches import cache_folder, read_cached, write_cached
-from flexgen_jax.engine.draft_model import ModelDrafter, check_drafts
-from flexgen_jax.engine.lookup import LookupDrafter
+from flexgen_jax.drafting.draft_model import ModelDrafter, check_drafts
+from flexgen_jax.drafting.lookup import LookupDrafter
 from flexgen_jax.engine.options import LOOKUP, SELF_4BIT, EngineOptions
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.loading import Model, open_model, shape_of
 from flexgen_jax.offload.speculation import Acceptance, Drafter
-from flexgen_jax.policy.costs import Costs
 from flexgen_jax.policy.drafts import DraftRates
 from flexgen_jax.policy.hardware import HardwareProfile
 from flexgen_jax.policy.policy import Policy
 from flexgen_jax.policy.shapes import Setting
 from flexgen_jax.progress import Progress
+from flexgen_jax.search.costs import Costs
 
 EXPECTED = {LOOKUP: 0.4, SELF_4BIT: 0.8}
 """The share of right guesses that is expected where none was measured: of lookups, and of the same

@@ -14,27 +14,11 @@ from typing import Any, Literal, Unpack, cast, get_args
 
 import numpy as np
 
-from flexgen_jax.engine.feed import Feed, Incoming
-from flexgen_jax.engine.generation import Admitted, Generation
-from flexgen_jax.engine.grammar import Grammars
 from flexgen_jax.engine.options import EngineOptions, LLMOptions
-from flexgen_jax.engine.outputs import (
-    OnFinished,
-    OnOutput,
-    OnToken,
-    RequestOutput,
-    TokenLogprob,
-)
-from flexgen_jax.engine.padding import padded_length
-from flexgen_jax.engine.prompts import Input, PromptReader, Prompts, encoded_or_failed
 from flexgen_jax.engine.report import Report
-from flexgen_jax.engine.requests import EncodedRequest, Prefix, Request, copies, impossible
-from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.engine.scorer import Scorer
-from flexgen_jax.engine.scoring import PairScore, ScoreOutput
 from flexgen_jax.engine.serving import FIRST_READ, Serving
 from flexgen_jax.engine.starting import make_runner, start
-from flexgen_jax.engine.texts import TextModel
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.chat import ChatOptions, Message
 from flexgen_jax.models.loading import Model
@@ -42,6 +26,22 @@ from flexgen_jax.models.parts import Pooling
 from flexgen_jax.models.pooling import PoolingDefaults, check_dimensions
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.progress import Progress
+from flexgen_jax.requests.feed import Feed, Incoming
+from flexgen_jax.requests.generation import Admitted, Generation
+from flexgen_jax.requests.grammar import Grammars
+from flexgen_jax.requests.outputs import (
+    OnFinished,
+    OnOutput,
+    OnToken,
+    RequestOutput,
+    TokenLogprob,
+)
+from flexgen_jax.requests.padding import padded_length
+from flexgen_jax.requests.prompts import Input, PromptReader, Prompts, encoded_or_failed
+from flexgen_jax.requests.requests import EncodedRequest, Prefix, Request, copies, impossible
+from flexgen_jax.requests.sampling import SamplingParams
+from flexgen_jax.requests.scoring import PairScore, ScoreOutput
+from flexgen_jax.requests.texts import TextModel
 
 OnError = Literal["return", "raise"]
 """Handling of prompts that cannot run."""

@@ -6,14 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from flexgen_jax.engine.batching import NOTHING_KEPT, KeptTexts, Waiting
-from flexgen_jax.engine.collector import Collector
 from flexgen_jax.engine.drafting import Drafting
-from flexgen_jax.engine.feed import Incoming
 from flexgen_jax.engine.out_of_memory import OutOfMemoryError, is_on_host, is_out_of_memory
 from flexgen_jax.engine.planner import Planner
-from flexgen_jax.engine.prefix_sharing import spares_enough
-from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.engine.routing import MeasuredRouting
 from flexgen_jax.engine.session import Session
 from flexgen_jax.errors import MachineError, UserError, first_line
@@ -23,8 +18,13 @@ from flexgen_jax.offload.disk.kv_store import KVStore
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.trace import Trace
 from flexgen_jax.policy.policy import Policy, Workload
-from flexgen_jax.policy.waves import Step
 from flexgen_jax.progress import Progress
+from flexgen_jax.requests.batching import NOTHING_KEPT, KeptTexts, Waiting
+from flexgen_jax.requests.collector import Collector
+from flexgen_jax.requests.feed import Incoming
+from flexgen_jax.requests.prefix_sharing import spares_enough
+from flexgen_jax.requests.requests import EncodedRequest
+from flexgen_jax.schedule.waves import Step
 
 
 class LocalRunner:

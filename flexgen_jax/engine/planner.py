@@ -8,7 +8,6 @@ from pathlib import Path
 
 from flexgen_jax.engine.drafting import Drafting
 from flexgen_jax.engine.prediction import predicted_time
-from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.errors import first_line
 from flexgen_jax.machine.limits import check_folder, detect_budgets
 from flexgen_jax.machine.profiles import (
@@ -18,16 +17,17 @@ from flexgen_jax.machine.profiles import (
     record_products,
 )
 from flexgen_jax.offload.disk.kv_pieces import PieceLayout
-from flexgen_jax.policy.fit import Budgets, Fitter
 from flexgen_jax.policy.hardware import DiskReads, HardwareProfile
-from flexgen_jax.policy.ledger import BudgetError
 from flexgen_jax.policy.machines import generic_machine
 from flexgen_jax.policy.policy import SCORE, Policy, Workload
-from flexgen_jax.policy.problem import Choices, Plan, Problem
-from flexgen_jax.policy.search import evaluate, search
 from flexgen_jax.policy.shapes import Setting
-from flexgen_jax.policy.simulate import Prediction
 from flexgen_jax.progress import Progress
+from flexgen_jax.requests.requests import EncodedRequest
+from flexgen_jax.schedule.ledger import BudgetError
+from flexgen_jax.search.fit import Budgets, Fitter
+from flexgen_jax.search.problem import Choices, Plan, Problem
+from flexgen_jax.search.search import evaluate, search
+from flexgen_jax.search.simulate import Prediction
 
 MIN_PROBED_RUN_S = 60.0
 """A run with fewer predicted seconds than this is planned for a generic machine."""

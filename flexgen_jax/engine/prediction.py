@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from flexgen_jax.engine.batching import Waiting
-from flexgen_jax.engine.feed import Listed
-from flexgen_jax.engine.generation import Generation
-from flexgen_jax.engine.padding import padded_length
-from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.offload.batch import Batch
 from flexgen_jax.policy.placement import page_cached
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Policy
-from flexgen_jax.policy.problem import Problem
-from flexgen_jax.policy.running import Running
-from flexgen_jax.policy.simulate import Prediction, simulate_texts
-from flexgen_jax.policy.waves import Step
+from flexgen_jax.requests.batching import Waiting
+from flexgen_jax.requests.feed import Listed
+from flexgen_jax.requests.generation import Generation
+from flexgen_jax.requests.padding import padded_length
+from flexgen_jax.requests.requests import EncodedRequest
+from flexgen_jax.schedule.running import Running
+from flexgen_jax.schedule.waves import Step
+from flexgen_jax.search.problem import Problem
+from flexgen_jax.search.simulate import Prediction, simulate_texts
 
 MAX_SIMULATED_STEPS = 30_000
 """Longer runs are not simulated step by step."""

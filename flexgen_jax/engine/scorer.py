@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import MutableSequence, Sequence
 from typing import cast
 
-from flexgen_jax.engine.pairs import Context, Split
-from flexgen_jax.engine.prompts import PromptReader
-from flexgen_jax.engine.requests import EncodedRequest, check_lengths
-from flexgen_jax.engine.sampling import SamplingParams
-from flexgen_jax.engine.scoring import PairScore, ScoreOutput, Scoring
 from flexgen_jax.engine.serving import Serving
-from flexgen_jax.engine.texts import TextModel
 from flexgen_jax.errors import UserError
+from flexgen_jax.requests.pairs import Context, Split
+from flexgen_jax.requests.prompts import PromptReader
+from flexgen_jax.requests.requests import EncodedRequest, check_lengths
+from flexgen_jax.requests.sampling import SamplingParams
+from flexgen_jax.requests.scoring import PairScore, ScoreOutput, Scoring
+from flexgen_jax.requests.texts import TextModel
 
 Text = str | Sequence[int]
 """A text, or its token ids."""

@@ -10,17 +10,17 @@ from typing import Any, Protocol
 
 import jax
 
-from flexgen_jax.engine.collector import Collector
-from flexgen_jax.engine.feed import Incoming, Listed
-from flexgen_jax.engine.padding import padded_length
-from flexgen_jax.engine.prefix_sharing import share
-from flexgen_jax.engine.prefixes import padded_prefix
-from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.errors import MachineError, UserError
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.offload.disk.kv_pieces import DamagedError
-from flexgen_jax.policy.ledger import BudgetError
 from flexgen_jax.policy.policy import SAMPLE, Policy, Workload
+from flexgen_jax.requests.collector import Collector
+from flexgen_jax.requests.feed import Incoming, Listed
+from flexgen_jax.requests.padding import padded_length
+from flexgen_jax.requests.prefix_sharing import share
+from flexgen_jax.requests.prefixes import padded_prefix
+from flexgen_jax.requests.requests import EncodedRequest
+from flexgen_jax.schedule.ledger import BudgetError
 
 FIRST_READ = 16
 """Requests of a stream that are read before it is known how many run together."""

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from flexgen_jax.cpu import kernels_of_device
-from flexgen_jax.engine.batching import PromptTokens
 from flexgen_jax.engine.warm_up import warm_up
 from flexgen_jax.machine.limits import storage_read_bytes
 from flexgen_jax.models.weight_source import WeightSource
@@ -24,18 +23,19 @@ from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.offload.metrics import Metrics
 from flexgen_jax.offload.speculation import Acceptance, Drafter
 from flexgen_jax.offload.weights import WeightStore
-from flexgen_jax.policy.admission import block_of
-from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import DiskReads
-from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.memory import peak_bytes, run_workspace
 from flexgen_jax.policy.placement import page_cached, place_weights, realised
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import TIERS, Policy, Tier, Workload
-from flexgen_jax.policy.running import LayerState
 from flexgen_jax.policy.shapes import BlockShape, Setting
-from flexgen_jax.policy.waves import Step
 from flexgen_jax.progress import Progress
+from flexgen_jax.requests.batching import PromptTokens
+from flexgen_jax.schedule.admission import block_of
+from flexgen_jax.schedule.ledger import Ledger
+from flexgen_jax.schedule.running import LayerState
+from flexgen_jax.schedule.waves import Step
+from flexgen_jax.search.fit import Budgets
+from flexgen_jax.search.memory import peak_bytes, run_workspace
 
 
 class Session:

@@ -12,7 +12,7 @@ from flexgen_jax.engine.options import EngineOptions
 from flexgen_jax.engine.planner import Planner
 from flexgen_jax.engine.routing import measured_routing
 from flexgen_jax.engine.serving import Runner
-from flexgen_jax.engine.stages import Stages
+from flexgen_jax.engine.stages.leader import Stages
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine.jax_settings import set_up_jax
 from flexgen_jax.machine.start import start_jax

@@ -11,11 +11,11 @@ from flexgen_jax.layers.sampling import Choice
 from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.dispatch import sharing_rows
-from flexgen_jax.policy.admission import block_of
-from flexgen_jax.policy.joined import joined_layers
-from flexgen_jax.policy.passes import BlocksAt
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.running import LayerState, Running
+from flexgen_jax.schedule.admission import block_of
+from flexgen_jax.schedule.joined import joined_layers
+from flexgen_jax.schedule.passes import BlocksAt
+from flexgen_jax.schedule.running import LayerState, Running
 
 
 def warm_up(device: Device, plan: BlockPlan) -> float:

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from flexgen_jax.engine.llm import LLM
-from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.models.loading import Model
 from flexgen_jax.policy.policy import Policy
+from flexgen_jax.requests.sampling import SamplingParams
 
 LENGTHS = (3, 14, 8, 16, 5, 1)
 """Tokens of the prompts."""

@@ -19,9 +19,9 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from flexgen_jax.engine.llm import LLM
-from flexgen_jax.engine.sampling import IN_REQUESTS, SamplingParams
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.chat import ChatOptions
+from flexgen_jax.requests.sampling import IN_REQUESTS, SamplingParams
 
 NEW_TOKENS = 256
 """New tokens where a task does not say how many, as in the harness's own models."""

@@ -11,10 +11,10 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
-from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
-from flexgen_jax.engine.texts import TextModel
 from flexgen_jax.jobs.lines import Line, LineError
 from flexgen_jax.models.tool_calls import ToolCall
+from flexgen_jax.requests.outputs import RequestOutput, TokenLogprob
+from flexgen_jax.requests.texts import TextModel
 
 Name = Callable[[int], str]
 """Names a token."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
-from flexgen_jax.engine.requests import Request
+from flexgen_jax.requests.outputs import RequestOutput, TokenLogprob
+from flexgen_jax.requests.requests import Request
 
 
 def done(result: RequestOutput) -> dict[str, Any]:

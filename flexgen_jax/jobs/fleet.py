@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from flexgen_jax.engine.llm import LLM
-from flexgen_jax.engine.outputs import OnToken, RequestOutput, TokenLogprob
-from flexgen_jax.engine.requests import Request
 from flexgen_jax.machine.jax_settings import set_up_jax
+from flexgen_jax.requests.outputs import OnToken, RequestOutput, TokenLogprob
+from flexgen_jax.requests.requests import Request
 
 Unfinished = tuple[str, list[int], list[TokenLogprob]]
 """A request's id, its tokens so far, and those tokens' log-probabilities, if it asked for them."""

@@ -15,9 +15,6 @@ from datetime import datetime
 from typing import Any
 
 from flexgen_jax.engine.llm import LLM
-from flexgen_jax.engine.outputs import RequestOutput
-from flexgen_jax.engine.prefix_sharing import groups_of
-from flexgen_jax.engine.requests import Request
 from flexgen_jax.errors import UserError
 from flexgen_jax.jobs.answers import answer, failure
 from flexgen_jax.jobs.choices import done, finished_choice, logprobs_json, read_logprob
@@ -26,6 +23,9 @@ from flexgen_jax.jobs.options import JobOptions, Runner, State, Summary
 from flexgen_jax.jobs.source import InputFacts, JobInput, numbered_lines
 from flexgen_jax.jobs.store import RECORD_FORMAT, Disk, Journal, Manifest, Results
 from flexgen_jax.progress import seconds_left
+from flexgen_jax.requests.outputs import RequestOutput
+from flexgen_jax.requests.prefix_sharing import groups_of
+from flexgen_jax.requests.requests import Request
 
 WINDOW = 512
 """Number of lines that are read and sorted by length together, so that prompts of a batch have

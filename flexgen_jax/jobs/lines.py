@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Literal, NoReturn, TypedDict, Unpack
 
-from flexgen_jax.engine.requests import Request
-from flexgen_jax.engine.sampling import IN_REQUESTS, SamplingParams
-from flexgen_jax.engine.texts import TextModel
 from flexgen_jax.jobs.fields import TEXTS, without_neutral
 from flexgen_jax.models.chat import ChatOptions, call_arguments
 from flexgen_jax.models.pooling import check_dimensions
 from flexgen_jax.models.tool_calls import Tools, tools_of
+from flexgen_jax.requests.requests import Request
+from flexgen_jax.requests.sampling import IN_REQUESTS, SamplingParams
+from flexgen_jax.requests.texts import TextModel
 
 Form = Literal["completions", "chat", "embeddings", "plain"]
 

@@ -8,9 +8,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from flexgen_jax.engine.outputs import OnToken, RequestOutput, TokenLogprob
-from flexgen_jax.engine.requests import Request
 from flexgen_jax.jobs.lines import Form, Line
+from flexgen_jax.requests.outputs import OnToken, RequestOutput, TokenLogprob
+from flexgen_jax.requests.requests import Request
 
 
 @dataclass(frozen=True)

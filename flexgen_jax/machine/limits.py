@@ -14,7 +14,7 @@ from flexgen_jax.cpu import is_cpu
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine.jax_settings import DEFAULT_GPU_SHARE, FRACTION, PINNED, pinned_bytes
 from flexgen_jax.offload.disk.folder import OffloadError, remove_dead_runs
-from flexgen_jax.policy.fit import Budgets, human
+from flexgen_jax.search.fit import Budgets, human
 
 SAFETY = 0.9
 """Fraction of the free memory that a plan may use; the allocator holds the rest unused."""

@@ -46,10 +46,10 @@ from flexgen_jax.offload.tiers import Memories
 from flexgen_jax.offload.watcher import Watcher
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.hardware import MEASURED, HardwareProfile, Rate
-from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Policy
 from flexgen_jax.policy.shapes import BlockShape, Setting
+from flexgen_jax.schedule.ledger import Ledger
 from flexgen_jax.version import __version__
 
 MB = 1 << 20

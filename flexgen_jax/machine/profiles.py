@@ -21,7 +21,6 @@ from flexgen_jax.machine.quick_probe import assumed_machine
 from flexgen_jax.machine.start import start_jax
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.loading import resolve_dtype
-from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import (
     NUM_DISK_RATES,
     PROFILE_VERSION,
@@ -30,6 +29,7 @@ from flexgen_jax.policy.hardware import (
     HardwareProfile,
 )
 from flexgen_jax.progress import Progress
+from flexgen_jax.search.fit import Budgets
 
 RUNS_KEPT = 20
 """Number of runs whose rates are kept with a profile."""

@@ -14,13 +14,13 @@ from flexgen_jax.models.parts import Pooling
 from flexgen_jax.offload.disk.kv_pieces import StoredSequence
 from flexgen_jax.offload.disk.records import Records
 from flexgen_jax.offload.speculation import DraftedTexts
-from flexgen_jax.policy.arrivals import Planned
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import GREEDY, SAMPLE, SAMPLE_AND_READ, SCORE, HeadUse
-from flexgen_jax.policy.running import Running
 from flexgen_jax.policy.segments import Segment
-from flexgen_jax.policy.stages import Slots
-from flexgen_jax.policy.waves import Arrivals, Step
+from flexgen_jax.schedule.arrivals import Planned
+from flexgen_jax.schedule.running import Running
+from flexgen_jax.schedule.stages import Slots
+from flexgen_jax.schedule.waves import Arrivals, Step
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class AllThere(Planned):
 
 
 class Neighbours(Protocol):
-    """A stage's connection to the model's other stages; see `policy.stages`."""
+    """A stage's connection to the model's other stages; see `schedule.stages`."""
 
     @property
     def slots(self) -> Slots:

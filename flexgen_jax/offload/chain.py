@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from flexgen_jax.policy.stages import Slots
+from flexgen_jax.schedule.stages import Slots
 
 MIN_PADDED_ELEMENTS = 1 << 10
 """Arrays are padded to powers of two, with at least this number of elements, so that few programs

@@ -18,11 +18,11 @@ from flexgen_jax.offload.joined_steps import JoinedSteps
 from flexgen_jax.offload.kv_cache import KVCache, LayerCache
 from flexgen_jax.offload.token_steps import TokenSteps
 from flexgen_jax.offload.weights import WeightStore
-from flexgen_jax.policy.backend import Inputs
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.prefetch import state_of
-from flexgen_jax.policy.running import Running
-from flexgen_jax.policy.waves import Step
+from flexgen_jax.schedule.backend import Inputs
+from flexgen_jax.schedule.prefetch import state_of
+from flexgen_jax.schedule.running import Running
+from flexgen_jax.schedule.waves import Step
 
 
 class Computing:

@@ -13,9 +13,9 @@ from flexgen_jax.offload.batch import arrays_of
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.kv_cache import KVCache, LayerCache
 from flexgen_jax.offload.prefetch import Load
-from flexgen_jax.policy.backend import Inputs
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.waves import Step
+from flexgen_jax.schedule.backend import Inputs
+from flexgen_jax.schedule.waves import Step
 
 
 def sharing_rows(sharing: int, rows: int) -> int:

@@ -25,8 +25,8 @@ from flexgen_jax.offload.batch import (
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.kv_cache import take_rows_of
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.running import Running
-from flexgen_jax.policy.waves import Step
+from flexgen_jax.schedule.running import Running
+from flexgen_jax.schedule.waves import Step
 
 
 class NonFiniteError(MachineError, ArithmeticError):

@@ -35,14 +35,14 @@ from flexgen_jax.offload.results import Results
 from flexgen_jax.offload.speculation import Acceptance, DraftedText, DraftedTexts, Drafter, Pace
 from flexgen_jax.offload.tiers import HostBuffer
 from flexgen_jax.offload.weights import WeightStore
-from flexgen_jax.policy.backend import Inputs, Part
-from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.loop import BlockLoop
 from flexgen_jax.policy.parts import Layout, WeightsPart
-from flexgen_jax.policy.passes import Begun
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Tier
-from flexgen_jax.policy.running import (
+from flexgen_jax.schedule.backend import Inputs, Part
+from flexgen_jax.schedule.ledger import Ledger
+from flexgen_jax.schedule.loop import BlockLoop
+from flexgen_jax.schedule.passes import Begun
+from flexgen_jax.schedule.running import (
     CachedPart,
     LayerState,
     PromptPart,
@@ -50,8 +50,8 @@ from flexgen_jax.policy.running import (
     Running,
     SealedPart,
 )
-from flexgen_jax.policy.stages import StageLoop
-from flexgen_jax.policy.waves import Step
+from flexgen_jax.schedule.stages import StageLoop
+from flexgen_jax.schedule.waves import Step
 
 TRIM_S = 10.0
 """Seconds between trims of the heap, which take a while."""

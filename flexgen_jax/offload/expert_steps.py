@@ -13,9 +13,9 @@ from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.offload.batch import Computed
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.weights import WeightStore
-from flexgen_jax.policy.backend import ChosenExperts
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.waves import Step
+from flexgen_jax.schedule.backend import ChosenExperts
+from flexgen_jax.schedule.waves import Step
 
 Weights = dict[str, Any]
 

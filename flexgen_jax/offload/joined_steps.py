@@ -14,10 +14,10 @@ from flexgen_jax.offload.batch import Computed, arrays_of
 from flexgen_jax.offload.dispatch import Dispatch, hidden_of
 from flexgen_jax.offload.kv_cache import KVCache
 from flexgen_jax.offload.weights import WeightStore
-from flexgen_jax.policy.backend import Inputs
-from flexgen_jax.policy.joined import joined_layers
-from flexgen_jax.policy.running import Running
-from flexgen_jax.policy.waves import Step
+from flexgen_jax.schedule.backend import Inputs
+from flexgen_jax.schedule.joined import joined_layers
+from flexgen_jax.schedule.running import Running
+from flexgen_jax.schedule.waves import Step
 
 
 class JoinedSteps:

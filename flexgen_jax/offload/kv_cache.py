@@ -1,7 +1,7 @@
 """The arrays of KV blocks: in memory, each open or sealed, and as records on disk.
 
 Which blocks there are, and when they are opened, sealed and written, is decided by
-`policy/cache_blocks.py`.
+`schedule/cache_blocks.py`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from flexgen_jax.offload.disk.records import Records
 from flexgen_jax.offload.prefetch import Load, Write, ended_on_error, finish
 from flexgen_jax.offload.tiers import HostBuffer, writable_view
 from flexgen_jax.offload.watcher import counted
-from flexgen_jax.policy.passes import BlocksAt
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.running import CachedPart, LayerState, PromptPart, Running, SealedPart
+from flexgen_jax.schedule.passes import BlocksAt
+from flexgen_jax.schedule.running import CachedPart, LayerState, PromptPart, Running, SealedPart
 
 
 @jax.tree_util.register_dataclass

@@ -22,7 +22,7 @@ from flexgen_jax.offload.kv_cache import BlockArrays, KVCache
 from flexgen_jax.offload.replaced import ReplacedStore
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import SCORE
-from flexgen_jax.policy.running import LayerState, PromptPart, ReplacedPart, Running
+from flexgen_jax.schedule.running import LayerState, PromptPart, ReplacedPart, Running
 
 PREFIX_END = -1
 """The token of a prefix's last step, see `Running.tokens`."""

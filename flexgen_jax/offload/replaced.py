@@ -1,6 +1,6 @@
 """The arrays that batches replace with every token: hidden states, and recurrent states.
 
-Which there are, and when they are written, is decided by `policy/replaced.py`.
+Which there are, and when they are written, is decided by `schedule/replaced.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from flexgen_jax.offload.disk.folder import DiskArray, OffloadFolder
 from flexgen_jax.offload.prefetch import Load, Write
 from flexgen_jax.offload.tiers import HostBuffer, Memories
 from flexgen_jax.offload.watcher import counted
-from flexgen_jax.policy.running import ReplacedPart, ReplacedSlot, Running
+from flexgen_jax.schedule.running import ReplacedPart, ReplacedSlot, Running
 
 Arrays = tuple[jax.Array, ...]
 

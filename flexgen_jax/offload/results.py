@@ -10,7 +10,7 @@ import numpy as np
 from flexgen_jax.offload.batch import BatchArrays, HeadResult, OnResult, prompt_ids
 from flexgen_jax.offload.kv_keeper import KVKeeper
 from flexgen_jax.offload.speculation import DraftedTexts
-from flexgen_jax.policy.waves import Step
+from flexgen_jax.schedule.waves import Step
 
 
 class Results:

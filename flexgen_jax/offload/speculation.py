@@ -29,7 +29,7 @@ import jax
 import numpy as np
 
 from flexgen_jax.policy.drafts import DraftRates
-from flexgen_jax.policy.passes import Begun
+from flexgen_jax.schedule.passes import Begun
 
 PROBE = 32
 """After this number of passes, the opposite mode (with or without drafts) is tried to measure its

@@ -17,7 +17,7 @@ from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.offload.batch import Moment
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.kv_cache import LayerCache
-from flexgen_jax.policy.passes import BlocksAt
+from flexgen_jax.schedule.passes import BlocksAt
 
 
 class Question(NamedTuple):

@@ -18,8 +18,8 @@ from flexgen_jax.offload.metrics import Content
 from flexgen_jax.offload.prefetch import Load, ended_on_error
 from flexgen_jax.offload.tiers import HostBuffer, Memories, writable_view
 from flexgen_jax.offload.watcher import counted
-from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.policy import TIERS, Tier
+from flexgen_jax.schedule.ledger import Ledger
 
 Stored = tuple[str, tuple[int, ...], np.dtype]
 """The name, shape and dtype of one stored array (leaf) in the offload folder."""

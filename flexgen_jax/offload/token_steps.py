@@ -16,9 +16,9 @@ from flexgen_jax.offload.joined_steps import JoinedSteps
 from flexgen_jax.offload.kv_cache import LayerCache
 from flexgen_jax.offload.prefetch import Load
 from flexgen_jax.offload.split_attention import Question, attend_split
-from flexgen_jax.policy.backend import Inputs
-from flexgen_jax.policy.running import Running
-from flexgen_jax.policy.waves import Step
+from flexgen_jax.schedule.backend import Inputs
+from flexgen_jax.schedule.running import Running
+from flexgen_jax.schedule.waves import Step
 
 
 class TokenSteps:

@@ -24,9 +24,9 @@ from flexgen_jax.offload.disk.folder import OffloadFolder, WeightFolder, row_ran
 from flexgen_jax.offload.prefetch import Load
 from flexgen_jax.offload.tiered import Stored, TieredTensors, stored_leaf
 from flexgen_jax.offload.tiers import HostBuffer
-from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.parts import WeightsPart
 from flexgen_jax.policy.policy import Tier
+from flexgen_jax.schedule.ledger import Ledger
 
 Progress = Callable[[int], object]
 """Called with the number of bytes that were placed."""

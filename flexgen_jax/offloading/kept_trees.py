@@ -22,10 +22,10 @@ from flexgen_jax.offload.tiered import TieredTensors
 from flexgen_jax.offload.tiers import Memories
 from flexgen_jax.offloading.entries import Entry, layout_of, unchanging, without_flags
 from flexgen_jax.offloading.trees import FlatTree, parts_of
-from flexgen_jax.policy.ledger import Ledger
 from flexgen_jax.policy.placement import Splitter
 from flexgen_jax.policy.policy import Placement, Tier
 from flexgen_jax.progress import logger
+from flexgen_jax.schedule.ledger import Ledger
 
 MIN_OFFLOADED_BYTES = 64 << 10
 """Leaves of fewer bytes stay on the device: they are not worth moving."""

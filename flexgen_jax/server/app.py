@@ -19,9 +19,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from flexgen_jax.engine.llm import LLM
-from flexgen_jax.engine.outputs import RequestOutput
-from flexgen_jax.engine.requests import Request as EngineRequest
 from flexgen_jax.progress import logger
+from flexgen_jax.requests.outputs import RequestOutput
+from flexgen_jax.requests.requests import Request as EngineRequest
 from flexgen_jax.server.bodies import (
     CHAT,
     COMPLETIONS,

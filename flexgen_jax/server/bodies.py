@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_jax.engine.llm import LLM
-from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
-from flexgen_jax.engine.requests import Request
 from flexgen_jax.errors import UserError
 from flexgen_jax.jobs.answers import answer, finish_reason, logprobs_of, tool_call, usage_of
 from flexgen_jax.jobs.job import CHAT_TOKENS
@@ -30,6 +28,8 @@ from flexgen_jax.jobs.lines import (
 from flexgen_jax.models.answer_stream import AnswerStream, PlainStream
 from flexgen_jax.models.text_reader import Piece
 from flexgen_jax.models.tool_calls import ToolCall
+from flexgen_jax.requests.outputs import RequestOutput, TokenLogprob
+from flexgen_jax.requests.requests import Request
 from flexgen_jax.server.errors import RefusedError
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"

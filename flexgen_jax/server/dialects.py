@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from flexgen_jax.engine.outputs import RequestOutput
-from flexgen_jax.engine.requests import Request as EngineRequest
 from flexgen_jax.models.text_reader import Piece
+from flexgen_jax.requests.outputs import RequestOutput
+from flexgen_jax.requests.requests import Request as EngineRequest
 from flexgen_jax.server import messages, responses
 from flexgen_jax.server.bodies import CHAT, Asked, object_of, requests_of
 from flexgen_jax.server.engine import Engine, Text

@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from flexgen_jax.engine.llm import LLM
-from flexgen_jax.engine.outputs import RequestOutput, TokenLogprob
-from flexgen_jax.engine.requests import Request
 from flexgen_jax.errors import MachineError, UserError
 from flexgen_jax.progress import logger
+from flexgen_jax.requests.outputs import RequestOutput, TokenLogprob
+from flexgen_jax.requests.requests import Request
 
 WINDOW_S = 60.0
 """Window in seconds for tokens per second, and for rows reserved after a client's request."""

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from flexgen_jax.engine.outputs import RequestOutput
 from flexgen_jax.jobs.answers import call_id, finish_reason
 from flexgen_jax.models.text_reader import Piece
+from flexgen_jax.requests.outputs import RequestOutput
 from flexgen_jax.server.bodies import own_id
 from flexgen_jax.server.errors import RefusedError
 from flexgen_jax.server.streams import Event

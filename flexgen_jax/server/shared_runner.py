@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import replace
 from math import inf
 
-from flexgen_jax.engine.outputs import OnToken, RequestOutput, TokenLogprob
-from flexgen_jax.engine.requests import Request
 from flexgen_jax.progress import logger
+from flexgen_jax.requests.outputs import OnToken, RequestOutput, TokenLogprob
+from flexgen_jax.requests.requests import Request
 from flexgen_jax.server.engine import Engine, EngineError, Text
 
 MIN_WAITING_TEXTS = 16

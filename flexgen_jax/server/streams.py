@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
-from flexgen_jax.engine.outputs import RequestOutput
+from flexgen_jax.requests.outputs import RequestOutput
 from flexgen_jax.server.engine import Engine, EngineError, Text
 from flexgen_jax.server.errors import RefusedError
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from scipy.stats import spearmanr
 
 from flexgen_jax.models.shapes import known_shape
-from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import Policy, Workload
-from flexgen_jax.policy.problem import Choices, Problem
-from flexgen_jax.policy.search import evaluate, search
 from flexgen_jax.policy.shapes import Setting
+from flexgen_jax.search.fit import Budgets
+from flexgen_jax.search.problem import Choices, Problem
+from flexgen_jax.search.search import evaluate, search
 
 GEN = 32
 

@@ -25,13 +25,13 @@ from flexgen_jax.layers import programs
 from flexgen_jax.layers.programs.table import Traceable
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.tensor_spec import Formats
-from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import HardwareProfile, Rate
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import Policy, Workload
-from flexgen_jax.policy.problem import Choices, Problem
-from flexgen_jax.policy.search import evaluate, search
 from flexgen_jax.policy.shapes import Setting
+from flexgen_jax.search.fit import Budgets
+from flexgen_jax.search.problem import Choices, Problem
+from flexgen_jax.search.search import evaluate, search
 from gpu_targets import CARDS, Card
 
 READ_SHARE, KERNEL_S = 0.62, 1.4e-6

@@ -118,7 +118,7 @@ def apart(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 def be_stage(address: str, delay_s: float) -> None:
     """Is the second stage, whose shifts begin later."""
-    from flexgen_jax.engine.stage_worker import parse_address, work
+    from flexgen_jax.engine.stages.worker import parse_address, work
     from flexgen_jax.offload.chain import Chain
 
     shift = Chain._shift

@@ -11,10 +11,10 @@ from __future__ import annotations
 from math import ceil
 
 from flexgen_jax.models.config import DTYPES
-from flexgen_jax.policy.costs import Costs
 from flexgen_jax.policy.hardware import HardwareProfile, Rate
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.policy.shapes import Setting
+from flexgen_jax.search.costs import Costs
 
 Seconds = dict[str, dict[str, float]]
 """Seconds that each resource needs, by phase and by the resource's name."""

@@ -1,7 +1,7 @@
 """Changes one operator, constant or comparison at a time, and says which changes no test notices.
 
     python scripts/checks/mutate.py --json result.json
-    python scripts/checks/mutate.py --only flexgen_jax/policy/memory.py:240 --limit 600
+    python scripts/checks/mutate.py --only flexgen_jax/search/memory.py:240 --limit 600
     python scripts/checks/mutate.py --tests ../another_checkout
 
 Draws mutants from each room in proportion to its mutable places. Runs the room's tests on each
@@ -34,10 +34,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CONTRACT = ("tests/contract", "tests/engine/test_generation.py")
 PRODUCTS, SPARSE = "tests/cpu/test_matmul_int8.py", "tests/offload/test_sparse_attention.py"
 ROOMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
-    "policy": ("policy/*.py", ("tests/policy",), CONTRACT),
+    "policy": ("policy/*.py", ("tests/policy", "tests/schedule", "tests/search"), CONTRACT),
+    "schedule": ("schedule/*.py", ("tests/schedule",), CONTRACT),
+    "search": ("search/*.py", ("tests/search",), CONTRACT),
     "layers": ("layers/*.py", ("tests/layers", PRODUCTS, SPARSE), CONTRACT),
     "models": ("models/*.py", ("tests/models",), CONTRACT),
-    "engine": ("engine/*.py", ("tests/engine",), CONTRACT),
+    "requests": ("requests/*.py", ("tests/requests", "tests/engine"), CONTRACT),
+    "engine": ("engine/**/*.py", ("tests/engine",), CONTRACT),
     "offload": ("offload/**/*.py", ("tests/offload",), CONTRACT),
     "jobs": ("jobs/*.py", ("tests/jobs",), ()),
     "server": ("server/*.py", ("tests/server",), ("tests/jobs",)),

@@ -201,7 +201,7 @@ def test_a_plan_for_stages_has_one_for_each(tmp_path: Path) -> None:
 def test_one_command_leads_in_one_process_and_is_a_stage_in_others(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    from flexgen_jax.engine import stage_worker
+    from flexgen_jax.engine.stages import worker as stage_worker
 
     class EndedError(Exception):
         pass

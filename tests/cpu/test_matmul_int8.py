@@ -35,8 +35,8 @@ from flexgen_jax.models.loading import shipped_model
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tensor_spec import Formats
-from flexgen_jax.policy.memory import workspace_bytes
 from flexgen_jax.policy.shapes import Setting
+from flexgen_jax.search.memory import workspace_bytes
 from tests.helpers.arrays import anew, levels, numbers
 from tests.helpers.cases import covering
 from tests.helpers.kernels import CPU, XLA_ON_CPU

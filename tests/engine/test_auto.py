@@ -18,7 +18,6 @@ import pytest
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.caches import read_cached
 from flexgen_jax.cpu import HostAttention, HostBlock, features
-from flexgen_jax.engine.requests import EncodedRequest
 from flexgen_jax.errors import UserError
 from flexgen_jax.machine import compute_probe, disk_probe, profiler, profiles
 from flexgen_jax.machine.compute_probe import ComputeProbe, Sample, timed
@@ -27,8 +26,9 @@ from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.policy.hardware import MEASURED, UNSTEADY, DiskReads, Rate
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import Placement
-from flexgen_jax.policy.waves import Step
 from flexgen_jax.progress import Progress
+from flexgen_jax.requests.requests import EncodedRequest
+from flexgen_jax.schedule.waves import Step
 from tests.helpers.as_on_gpu import has_gpu
 from tests.helpers.command_line import run
 from tests.helpers.models import BASE, prompts
@@ -68,7 +68,7 @@ def test_out_of_memory_goes_on_with_less(
 
 def forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every request run again, as if none had been finished when memory ran out."""
-    from flexgen_jax.engine import generation
+    from flexgen_jax.requests import generation
 
     begun: list[generation.EncodedRequest] = []
     begin, real = generation.Generation.begin, generation.Generation.restart

@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from flexgen_jax import LLM, Policy, Report, SamplingParams, UserError
-from flexgen_jax.engine.stop_strings import may_end
 from flexgen_jax.offload.end_steps import NonFiniteError
+from flexgen_jax.requests.stop_strings import may_end
 from tests.helpers.models import (
     VARIANTS,
     prompts,

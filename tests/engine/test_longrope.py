@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
-from flexgen_jax.engine.requests import EncodedRequest, divided
+from flexgen_jax.requests.requests import EncodedRequest, divided
 
 BORDER = 24
 LENGTHS = (20, 24, 25, 10)

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from flexgen_jax.engine.generation import Generation
 from flexgen_jax.engine.prediction import predicted_time
-from flexgen_jax.engine.requests import EncodedRequest
-from flexgen_jax.engine.sampling import SamplingParams
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.offload.batch import HeadResult
-from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.policy import Policy, Workload
-from flexgen_jax.policy.problem import Problem
-from flexgen_jax.policy.search import evaluate
 from flexgen_jax.policy.shapes import Setting
+from flexgen_jax.requests.generation import Generation
+from flexgen_jax.requests.requests import EncodedRequest
+from flexgen_jax.requests.sampling import SamplingParams
+from flexgen_jax.search.fit import Budgets
+from flexgen_jax.search.problem import Problem
+from flexgen_jax.search.search import evaluate
 from tests.helpers.profiles import machine
 
 COUNT, PROMPT, MOST = 32, 64, 40

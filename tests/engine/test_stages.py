@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
-from flexgen_jax.engine import members
-from flexgen_jax.engine.stage_worker import KEY
-from flexgen_jax.engine.wire import ClosedError, Wire
+from flexgen_jax.engine.stages import members
+from flexgen_jax.engine.stages.wire import ClosedError, Wire
+from flexgen_jax.engine.stages.worker import KEY
 from flexgen_jax.errors import StageError, UserError
 
 POLICY = Policy(batch_size=2, num_batches=4, kv_block_tokens=8)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
-from flexgen_jax.engine.feed import Feed
 from flexgen_jax.errors import UserError
+from flexgen_jax.requests.feed import Feed
 
 TEXTS = ["Once upon a time", "The", "A list of all things that there are:", "I", "Two and two"]
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, UserError
 from flexgen_jax.cli.main import main
-from flexgen_jax.engine.pairs import Split
-from flexgen_jax.engine.requests import NOTHING
 from flexgen_jax.evaluation.perplexity import perplexity, windows
+from flexgen_jax.requests.pairs import Split
+from flexgen_jax.requests.requests import NOTHING
 from tests.helpers.models import PLACEMENTS
 from tests.helpers.numpy_llama import LLAMA, MIXTRAL, write
 from tests.helpers.numpy_opt import NumpyOpt, reference

@@ -16,18 +16,24 @@ from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.offload.weights import WeightStore
-from flexgen_jax.policy.backend import Backend
-from flexgen_jax.policy.costs import Costs
-from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.loop import BlockLoop
-from flexgen_jax.policy.memory import planned_ledger, run_workspace
 from flexgen_jax.policy.parts import WeightsPart
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Policy
-from flexgen_jax.policy.running import CachedPart, LayerState, PromptPart, ReplacedPart, SealedPart
 from flexgen_jax.policy.shapes import BlockShape, Setting
-from flexgen_jax.policy.simulate import Simulation
-from flexgen_jax.policy.waves import Step
+from flexgen_jax.schedule.backend import Backend
+from flexgen_jax.schedule.ledger import Ledger
+from flexgen_jax.schedule.loop import BlockLoop
+from flexgen_jax.schedule.running import (
+    CachedPart,
+    LayerState,
+    PromptPart,
+    ReplacedPart,
+    SealedPart,
+)
+from flexgen_jax.schedule.waves import Step
+from flexgen_jax.search.costs import Costs
+from flexgen_jax.search.memory import planned_ledger, run_workspace
+from flexgen_jax.search.simulate import Simulation
 from tests.helpers.models import BASE
 from tests.helpers.profiles import machine
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.policy.costs import Costs
 from flexgen_jax.policy.hardware import HardwareProfile, Rate
 from flexgen_jax.policy.policy import Policy
 from flexgen_jax.policy.shapes import Setting
+from flexgen_jax.search.costs import Costs
 
 
 def machine(rng: random.Random | None = None, **changes: object) -> HardwareProfile:

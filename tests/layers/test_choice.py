@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax
 
 from flexgen_jax import LLM, Request, SamplingParams
-from flexgen_jax.engine.sampling import adjusting_arrays, sampling_arrays
 from flexgen_jax.layers.sampling import adjust, keep_top, log_probabilities, only_allowed
+from flexgen_jax.requests.sampling import adjusting_arrays, sampling_arrays
 from tests.helpers.arrays import anew
 from tests.helpers.cases import examples
 

@@ -15,7 +15,7 @@ from flexgen_jax.machine.jax_settings import PINNED
 from flexgen_jax.machine.profiler import measure_in_child
 from flexgen_jax.offload import executor
 from flexgen_jax.offload.disk.folder import OffloadFolder
-from flexgen_jax.policy.buffers import Ring
+from flexgen_jax.schedule.buffers import Ring
 from tests.helpers.models import BASE, prompts, run_greedy, write_checkpoint
 
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexgen_jax.engine.stop_strings import Texts
 from flexgen_jax.models.answer_stream import AnswerStream
 from flexgen_jax.models.loading import shipped_model
 from flexgen_jax.models.marks import HARMONY
 from flexgen_jax.models.reasoning import split_reasoning
 from flexgen_jax.models.text_reader import Piece
 from flexgen_jax.models.tokenizer import Tokenizer
+from flexgen_jax.requests.stop_strings import Texts
 from tests.helpers.cases import examples
 from tests.helpers.models import tokenizer_with
 

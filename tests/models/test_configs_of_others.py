@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from flexgen_jax import LLM, Policy
-from flexgen_jax.engine.requests import PromptError, check_lengths
 from flexgen_jax.layers.rotary import frequencies
 from flexgen_jax.models.families import read_config
 from flexgen_jax.models.parts import ConfigError
 from flexgen_jax.models.shapes import known_shape, raw_shape
+from flexgen_jax.requests.requests import PromptError, check_lengths
 from tests.helpers.families import EXPERTS
 from tests.helpers.models import byte_tokenizer
 

@@ -20,8 +20,8 @@ from flexgen_jax.models.families import read_config
 from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.models.weight_source import DummyWeights
-from flexgen_jax.policy.memory import workspace_bytes
 from flexgen_jax.policy.shapes import Setting
+from flexgen_jax.search.memory import workspace_bytes
 from tests.helpers.kernels import CPU, XLA
 from tests.helpers.models import BASE, write_checkpoint
 

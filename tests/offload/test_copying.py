@@ -31,7 +31,7 @@ from flexgen_jax.offload.watcher import Watcher
 from flexgen_jax.policy.hardware import KernelSizes
 from flexgen_jax.policy.parts import Layout
 from flexgen_jax.policy.policy import generated_blocks
-from flexgen_jax.policy.waves import Step
+from flexgen_jax.schedule.waves import Step
 from tests.helpers.models import prompts
 
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)

@@ -25,8 +25,8 @@ from flexgen_jax.offload.disk import direct_reads, records
 from flexgen_jax.offload.disk import folder as disk_folder
 from flexgen_jax.offload.disk.direct_reads import Piece, read_file, whole_pages
 from flexgen_jax.offload.disk.folder import OffloadError, OffloadFolder
-from flexgen_jax.policy.cache_blocks import CacheBlocks
-from flexgen_jax.policy.running import CachedPart, LayerState
+from flexgen_jax.schedule.cache_blocks import CacheBlocks
+from flexgen_jax.schedule.running import CachedPart, LayerState
 from tests.helpers.models import prompts
 
 SHAPE = (300, 16)

@@ -18,11 +18,11 @@ from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.models.weight_source import DummyWeights
 from flexgen_jax.policy.expert_rates import ExpertRates
-from flexgen_jax.policy.memory import peak_bytes
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.shapes import BlockShape, Setting
-from flexgen_jax.policy.simulate import simulate
-from flexgen_jax.policy.simulated_steps import GUESSED
+from flexgen_jax.search.memory import peak_bytes
+from flexgen_jax.search.simulate import simulate
+from flexgen_jax.search.simulated_steps import GUESSED
 from tests.helpers.models import assert_within_plan, prompts
 from tests.helpers.numpy_llama import MIXTRAL, write
 from tests.helpers.profiles import costs_of

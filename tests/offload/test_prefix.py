@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
-from flexgen_jax.engine.requests import MIN_PREFIX_TOKENS, shared_tokens
 from flexgen_jax.errors import UserError
 from flexgen_jax.offload import executor
-from flexgen_jax.policy.waves import Step
+from flexgen_jax.requests.requests import MIN_PREFIX_TOKENS, shared_tokens
+from flexgen_jax.schedule.waves import Step
 from tests.helpers.numpy_opt import reference
 
 SHARED = 40

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
-from flexgen_jax.engine.prefix_sharing import MIN_SAVED_TOKENS, share
-from flexgen_jax.engine.prefixes import padded_prefix
-from flexgen_jax.engine.requests import MIN_PREFIX_TOKENS, EncodedRequest
+from flexgen_jax.requests.prefix_sharing import MIN_SAVED_TOKENS, share
+from flexgen_jax.requests.prefixes import padded_prefix
+from flexgen_jax.requests.requests import MIN_PREFIX_TOKENS, EncodedRequest
 from tests.helpers.numpy_opt import reference
 
 pytestmark = pytest.mark.usefixtures("sharing_pays")

@@ -20,9 +20,9 @@ from flexgen_jax.models.tensor_spec import Formats, TensorSpec
 from flexgen_jax.offload import weights
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk import folder
-from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.memory import workspace_bytes
 from flexgen_jax.policy.shapes import Setting
+from flexgen_jax.schedule.ledger import Ledger
+from flexgen_jax.search.memory import workspace_bytes
 from tests.helpers.cases import covering
 from tests.helpers.models import BASE, prompts, write_checkpoint
 from tests.helpers.numpy_opt import NumpyOpt

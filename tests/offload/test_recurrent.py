@@ -13,8 +13,8 @@ pytest.importorskip("transformers")
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.offload.batch import Computed
 from flexgen_jax.offload.executor import BlockRun
-from flexgen_jax.policy.backend import Inputs
-from flexgen_jax.policy.waves import Step
+from flexgen_jax.schedule.backend import Inputs
+from flexgen_jax.schedule.waves import Step
 from tests.helpers.families import Reference
 from tests.helpers.models import assert_within_plan
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
+from flexgen_jax.drafting.lookup import MAX_LOOKUP_TOKENS, MIN_LOOKUP_TOKENS, LookupDrafter
 from flexgen_jax.engine import drafting
-from flexgen_jax.engine.lookup import MAX_LOOKUP_TOKENS, MIN_LOOKUP_TOKENS, LookupDrafter
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.loading import Model
 from flexgen_jax.offload.speculation import (

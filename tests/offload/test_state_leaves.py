@@ -14,14 +14,14 @@ from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.offload.executor import BlockRun
 from flexgen_jax.offload.weights import WeightStore
-from flexgen_jax.policy.admission import block_of
-from flexgen_jax.policy.ledger import Ledger
-from flexgen_jax.policy.memory import dry_run, peak_bytes, run_workspace
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import Policy
 from flexgen_jax.policy.shapes import BlockShape, Setting
-from flexgen_jax.policy.simulate import simulate
-from flexgen_jax.policy.waves import Step
+from flexgen_jax.schedule.admission import block_of
+from flexgen_jax.schedule.ledger import Ledger
+from flexgen_jax.schedule.waves import Step
+from flexgen_jax.search.memory import dry_run, peak_bytes, run_workspace
+from flexgen_jax.search.simulate import simulate
 from tests.helpers.mixers import NumpyMixed, RandomWeights, mixed_config, mixers
 from tests.helpers.profiles import costs_of
 

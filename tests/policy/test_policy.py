@@ -16,10 +16,6 @@ from flexgen_jax.models.families import read_config
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tensor_spec import Formats
-from flexgen_jax.policy.admission import block_of
-from flexgen_jax.policy.fit import Budgets, Fitter
-from flexgen_jax.policy.loop import BlockLoop
-from flexgen_jax.policy.memory import Idle, peak_bytes, planned_ledger, workspace_bytes
 from flexgen_jax.policy.placement import (
     PROGRAM_PAGES,
     page_cached,
@@ -43,6 +39,10 @@ from flexgen_jax.policy.policy import (
     prompt_blocks,
 )
 from flexgen_jax.policy.shapes import BlockShape, Setting
+from flexgen_jax.schedule.admission import block_of
+from flexgen_jax.schedule.loop import BlockLoop
+from flexgen_jax.search.fit import Budgets, Fitter
+from flexgen_jax.search.memory import Idle, peak_bytes, planned_ledger, workspace_bytes
 from tests.helpers.blocks import plan_of
 from tests.helpers.cases import examples
 from tests.helpers.kernels import XLA_ON_CPU

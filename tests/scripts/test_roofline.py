@@ -10,13 +10,13 @@ import pytest
 
 from flexgen_jax.models.shapes import known_shape
 from flexgen_jax.models.spec_of_config import model_spec
-from flexgen_jax.policy.fit import Budgets
 from flexgen_jax.policy.hardware import Rate
 from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.policy import SCORE, Policy, Workload
-from flexgen_jax.policy.problem import Problem
-from flexgen_jax.policy.search import evaluate
 from flexgen_jax.policy.shapes import Setting
+from flexgen_jax.search.fit import Budgets
+from flexgen_jax.search.problem import Problem
+from flexgen_jax.search.search import evaluate
 
 sys.path.append(str(Path(__file__).parent.parent.parent / "scripts" / "benchmarks"))
 from roofline import Seconds, binding, bound_s, roofline

@@ -200,7 +200,7 @@ def handler(
         sent[0], sent[1], sent[2], sent[3] = 32, 0, context, address_in(threads)
         threads[0] = 1
         known = call(api[THREADS], address_in(sent)) == 0
-        # XLA may have more threads than cores, see `engine/stage_worker.py`. Here they would take
+        # XLA may have more threads than cores, see `engine/stages/worker.py`. Here they would take
         # each other's core, and the one that has nothing left would wait for the other.
         running = min(threads[0], words(address_of(CORES))[0], most)
         helpers = max(running - 1, 0) if known else 0

@@ -1,0 +1,1 @@
+"""A model divided among processes."""

@@ -1,0 +1,1 @@
+"""Requests: prompts, sampling, grammars, batches of them, and their results."""

@@ -1,0 +1,1 @@
+"""The loop over steps: when batches enter, what is loaded, copied, stored and freed."""

@@ -1,0 +1,1 @@
+"""Policies by linear program: memory, time, simulation, and the search."""
