@@ -20,6 +20,17 @@ class PromptError(UserError):
         self.indices = tuple(indices)
 
 
+class TooLongError(UserError):
+    """A prompt that does not fit into the model's context.
+
+    tokens: those of the prompt, at least; limit: the most that it may have.
+    """
+
+    def __init__(self, message: str, tokens: int, limit: int) -> None:
+        super().__init__(message)
+        self.tokens, self.limit = tokens, limit
+
+
 class MachineError(UserError):
     """A fault of the machine or of the model's files, not of a request: a disk that cannot be read,
     memory that ran out, or weights that give no numbers."""

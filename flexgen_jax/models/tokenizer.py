@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, ByteLevelBPETokenizer
 from tokenizers import Tokenizer as FastTokenizer
 
+from flexgen_jax.errors import TooLongError
 from flexgen_jax.models.folder import CheckpointError, read_object
 from flexgen_jax.models.special_tokens import CONFIG, SpecialTokens, read_special_tokens
 from flexgen_jax.models.tokenizer_models import (
@@ -84,10 +85,9 @@ class Tokenizer:
         if max_tokens is not None and len(text) > MIN_TOKEN_CHARACTERS * max_tokens:
             longest = max_tokens * self._longest
             if len(text) > longest:
-                raise CheckpointError(
-                    f"the prompt has {len(text)} characters; the model's context of "
-                    f"{max_tokens} tokens holds at most {longest}"
-                )
+                message = f"the prompt has {len(text)} characters; the model's context of "
+                message += f"{max_tokens} tokens holds at most {longest}"
+                raise TooLongError(message, len(text) // self._longest, max_tokens)
         ids = self._encoded(text, adds_special=not is_whole)
         if is_whole:
             return ids

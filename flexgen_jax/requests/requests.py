@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from flexgen_jax.errors import PromptError, UserError
+from flexgen_jax.errors import PromptError, TooLongError, UserError
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.tokenizer import Tokenizer
 from flexgen_jax.policy.policy import GREEDY, SAMPLE, SAMPLE_AND_READ, HeadUse
@@ -304,10 +304,10 @@ class Encoder:
                     f"token id {token} is outside the vocabulary of {config.vocab_size} tokens"
                 )
         if not 1 <= len(ids) < config.max_positions:
-            raise UserError(
-                f"the prompt has {len(ids)} tokens; the model accepts 1 to "
-                f"{config.max_positions - 1}{config.context_limit}"
-            )
+            limit = config.max_positions - 1
+            message = f"the prompt has {len(ids)} tokens; the model accepts 1 to {limit}"
+            message += config.context_limit
+            raise TooLongError(message, len(ids), limit) if ids else UserError(message)
         check_params(request.sampling_params, config, self._grammars)
         params = self._resolve(request.sampling_params, len(ids))
         room = min(params.most_tokens, config.max_positions - len(ids)) - len(earlier_ids)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flexgen_jax.engine.llm import LLM
-from flexgen_jax.errors import UserError
+from flexgen_jax.errors import TooLongError, UserError
 from flexgen_jax.jobs.answers import answer, finish_reason, logprobs_of, tool_call, usage_of
 from flexgen_jax.jobs.job import CHAT_TOKENS
 from flexgen_jax.jobs.lines import (
@@ -50,6 +50,8 @@ def requests_of(line: Line, llm: LLM, next_id: Callable[[], str]) -> list[Reques
         for prompt in _prompts_of(line, llm):
             request = line.request(next_id(), prompt, llm)
             requests.append(replace(request, prompt=None, prompt_token_ids=llm.check(request)))
+    except TooLongError as error:
+        raise _too_long(error) from error
     except UserError as error:
         raise RefusedError(400, without_paths(str(error), llm)) from None
     choices = (request for request in requests for _ in range(line.count))
@@ -67,8 +69,17 @@ def without_paths(message: str, llm: LLM) -> str:
 def _prompts_of(line: Line, llm: LLM) -> list[Prompt]:
     try:
         return line.prompts_for(llm, datetime.now())
+    except TooLongError as error:
+        raise _too_long(error) from error
     except Exception as error:  # whatever a template does with what a client says
         raise RefusedError(400, without_paths(str(error), llm)) from None
+
+
+def _too_long(error: TooLongError) -> RefusedError:
+    """Returns the error of a prompt that does not fit, in the words by which clients know it."""
+    message = f"This model's maximum context length is {error.limit + 1} tokens, with at least one "
+    message += f"new token. However, your prompt has {error.tokens} tokens; shorten it."
+    return RefusedError(400, message, "context_length_exceeded")
 
 
 MAX_TEMPERATURE = 2

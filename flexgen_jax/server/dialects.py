@@ -15,6 +15,7 @@ from flexgen_jax.requests.outputs import RequestOutput
 from flexgen_jax.requests.requests import Request as EngineRequest
 from flexgen_jax.server import messages, responses
 from flexgen_jax.server.bodies import CHAT, Asked, object_of, requests_of
+from flexgen_jax.server.conversations import in_turns
 from flexgen_jax.server.engine import Engine, Text
 from flexgen_jax.server.errors import RefusedError
 from flexgen_jax.server.kept import Handler
@@ -45,14 +46,16 @@ class Writer(Protocol):
 
 class Dialect(NamedTuple):
     """An interface. chat_body: makes the body of a conversation; writer: writes the answer, given
-    its id, the model's name and the prompt's number of tokens."""
+    its id, the model's name and the prompt's number of tokens; named: gives an error the message by
+    which the interface's clients know it."""
 
     chat_body: Callable[[Mapping[str, Any]], dict[str, Any]]
     writer: Callable[[str, str, int], Writer]
+    named: Callable[[RefusedError], RefusedError]
 
 
-MESSAGES = Dialect(messages.chat_body, messages.MessageWriter)
-RESPONSES = Dialect(responses.chat_body, responses.ResponseWriter)
+MESSAGES = Dialect(messages.chat_body, messages.MessageWriter, messages.named)
+RESPONSES = Dialect(responses.chat_body, responses.ResponseWriter, lambda error: error)
 
 Read = Callable[[Request, Callable[[bytes], Any]], Any]
 Submit = Callable[[list[EngineRequest]], list[Text]]
@@ -89,8 +92,12 @@ class Dialects:
         body = object_of(content)
         model = body.get("model")
         chat = dialect.chat_body(body)
+        chat["messages"] = in_turns(chat["messages"])
         asked = self._ask(json.dumps(chat).encode(), CHAT)
-        requests = requests_of(asked.line, self._engine.llm, self._engine.next_id)
+        try:
+            requests = requests_of(asked.line, self._engine.llm, self._engine.next_id)
+        except RefusedError as error:
+            raise dialect.named(error) from None
         if len(requests) != 1:
             raise RefusedError(400, '"n" must be 1')
         return ChatRequest(asked, requests[0], model if isinstance(model, str) else asked.model)

@@ -6,10 +6,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from flexgen_jax.errors import TooLongError
 from flexgen_jax.jobs.answers import call_id, finish_reason
 from flexgen_jax.models.text_reader import Piece
 from flexgen_jax.requests.outputs import RequestOutput
 from flexgen_jax.server.bodies import own_id
+from flexgen_jax.server.conversations import without_images
 from flexgen_jax.server.errors import RefusedError
 from flexgen_jax.server.streams import Event
 
@@ -51,9 +53,22 @@ def chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     if own:
         chat["tools"] = [_function(tool) for tool in own]
     _take_choice(body.get("tool_choice"), chat)
+    _take_output(body.get("output_config"), chat)
     known = {*COPIED, *WITHOUT_EFFECT, "system", "messages", "max_tokens", "stop_sequences"}
-    unknown = {key: body[key] for key in body if key not in {*known, "tools", "tool_choice"}}
-    return {**unknown, **chat}
+    known |= {"tools", "tool_choice", "output_config"}
+    return {**{key: body[key] for key in body if key not in known}, **chat}
+
+
+def _take_output(wishes: Any, chat: dict[str, Any]) -> None:
+    """Takes the effort of reasoning and the schema of the answer."""
+    if not isinstance(wishes, dict):
+        return
+    if isinstance(wishes.get("effort"), str):
+        chat["reasoning_effort"] = wishes["effort"]
+    wish = wishes.get("format")
+    if isinstance(wish, dict) and wish.get("type") == "json_schema":
+        schema = {"schema": wish.get("schema")}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +112,7 @@ def _messages(message: Any) -> list[dict[str, Any]]:
         {
             "role": "tool",
             "tool_call_id": own_id(block.get("tool_use_id"), PREFIX),
-            "content": _text(block.get("content") or "", "tool_result"),
+            "content": _text(without_images(block.get("content") or ""), "tool_result"),
         }
         for block in blocks
         if block["type"] == "tool_result"
@@ -135,6 +150,15 @@ def _text(content: Any, name: str) -> str:
     if not all(isinstance(text, str) for text in texts):
         raise RefusedError(400, f'"{name}" must be a text or a list of text blocks')
     return "\n".join(map(str, texts))
+
+
+def named(error: RefusedError) -> RefusedError:
+    """Returns an error with the message by which Claude Code knows a prompt that is too long."""
+    cause = error.__cause__
+    if not isinstance(cause, TooLongError):
+        return error
+    message = f"prompt is too long: {cause.tokens} tokens > {cause.limit} maximum"
+    return RefusedError(error.status, message, error.code)
 
 
 class MessageWriter:

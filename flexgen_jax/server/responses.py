@@ -10,6 +10,7 @@ from flexgen_jax.jobs.answers import call_id
 from flexgen_jax.models.text_reader import Piece
 from flexgen_jax.requests.outputs import RequestOutput
 from flexgen_jax.server.bodies import own_id
+from flexgen_jax.server.conversations import without_images
 from flexgen_jax.server.errors import RefusedError
 from flexgen_jax.server.streams import Event
 
@@ -77,11 +78,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
         role = item.get("role")
         if role not in ("user", "assistant", "system", "developer"):
             raise RefusedError(400, f"a message must have a role, not {role!r}")
-        is_late = role in ("system", "developer") and any(
-            message["role"] not in ("system", "developer") for message in messages
-        )
-        # Templates refuse a system message after a user's.
-        messages.append({"role": "user" if is_late else role, "content": _text(item)})
+        messages.append({"role": role, "content": _text(item)})
     elif kind in ("function_call", "custom_tool_call"):
         arguments = item.get("arguments", item.get("input"))
         call = {
@@ -94,7 +91,7 @@ def _add_item(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
         else:
             messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        text = _text({"content": item.get("output", "")})
+        text = _text({"content": without_images(item.get("output", ""))})
         call = own_id(item.get("call_id"), PREFIX)
         messages.append({"role": "tool", "tool_call_id": call, "content": text})
     elif kind != "reasoning":

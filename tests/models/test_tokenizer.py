@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flexgen_jax.errors import UserError
 from flexgen_jax.models.folder import CheckpointError
 from flexgen_jax.models.loading import shipped_model
 from flexgen_jax.models.tokenizer import Tokenizer
@@ -32,7 +33,7 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_encoded(
     assert tokenizer.encode(fits, max_tokens=64) == tokenizer.encode(fits)
     monkeypatch.setattr(tokenizer, "_tokenizer", None)
     monkeypatch.setitem(tokenizer.__dict__, "_longest", longest)
-    with pytest.raises(CheckpointError, match=f"{len(fits) + 1} characters; .* context of 64 tok"):
+    with pytest.raises(UserError, match=f"{len(fits) + 1} characters; .* context of 64 tok"):
         tokenizer.encode(fits + "a", max_tokens=64)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ import openai
 
 from flexgen_jax import Policy
 from flexgen_jax.server import messages, responses
+from flexgen_jax.server.conversations import NO_IMAGE, in_turns
 from flexgen_jax.server.errors import RefusedError
 from tests.helpers.serving import serving
 from tests.helpers.writing import write_author
@@ -206,7 +209,7 @@ def test_histories_of_responses() -> None:
         }
     )
     roles = [message["role"] for message in chat["messages"]]
-    assert roles == ["system", "developer", "user", "assistant", "tool", "user"]
+    assert roles == ["system", "developer", "user", "assistant", "tool", "developer"]
     assert [call["id"] for call in chat["messages"][3]["tool_calls"]] == ["c1", "c2"]
     assert chat["tools"] == [
         {"type": "function", "function": {k: v for k, v in FUNCTION.items() if k != "type"}}
@@ -226,3 +229,95 @@ def test_an_error_after_the_beginning_is_an_event() -> None:
         ((name, body),) = writer.fail("broken")
         assert name in ("error", "response.failed")
         assert "broken" in json.dumps(body)
+
+
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and loop.index0 %}"
+    "{{ raise_exception('system message must be at the beginning') }}{% endif %}"
+    "{% set turn = loop.index0 - (messages[0].role == 'system')|int %}"
+    "{% if m.role != 'system' and (m.role == 'user') != (turn % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+)
+"""As of Gemma, Mistral and others."""
+
+
+def test_agents_can_use_strict_templates(tmp_path: Path) -> None:
+    """Claude Code sends instructions after the first message, Codex several messages in a row."""
+    model = write_author(tmp_path / "model", ["Hello."], template=STRICT)
+    late = [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]
+    codex = [
+        {"type": "message", "role": role, "content": [{"type": "input_text", "text": role}]}
+        for role in ("developer", "developer", "user", "user")
+    ]
+    with serving(model, Policy(batch_size=1)) as (address, _):
+        for path, body in (
+            ("messages", {**MESSAGE, "system": "s", "messages": late}),
+            ("responses", {"input": codex, "instructions": "i"}),
+        ):
+            answer = httpx.post(f"{address}/v1/{path}", json=body, timeout=60)
+            assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("roles", "expected"),
+    [
+        ("s u", "s u"),
+        ("u s", "u"),
+        ("s d u u a u", "s u a u"),
+        ("d d u a t t u u", "d u a t t u"),
+        ("u a s u", "u a u"),
+        ("a a", "a a"),
+    ],
+)
+def test_turns(roles: str, expected: str) -> None:
+    names = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
+    messages = [{"role": names[role], "content": f"{n}"} for n, role in enumerate(roles.split())]
+    turns = in_turns(messages)
+    assert [turn["role"] for turn in turns] == [names[role] for role in expected.split()]
+    texts = [text for turn in turns for text in turn["content"].split("\n\n")]
+    assert texts == [message["content"] for message in messages]
+
+
+def test_a_conversation_that_is_too_long_is_known_as_such(address: str) -> None:
+    """Claude Code knows the message, Codex and OpenAI's clients the code."""
+    long = [{"role": "user", "content": "x " * 20_000}]
+    of_claude = httpx.post(
+        f"{address}/v1/messages",
+        json={**MESSAGE, "messages": long},
+        headers={"x-api-key": "key"},
+        timeout=60,
+    )
+    assert of_claude.status_code == 400
+    said = of_claude.json()["error"]["message"]
+    assert re.fullmatch(r"prompt is too long: \d+ tokens > \d+ maximum", said)
+    of_codex = httpx.post(
+        f"{address}/v1/responses",
+        json={"input": long},
+        headers={"Authorization": "Bearer key"},
+        timeout=60,
+    )
+    assert of_codex.status_code == 400
+    assert of_codex.json()["error"]["code"] == "context_length_exceeded"
+    assert "maximum context length is" in of_codex.json()["error"]["message"]
+
+
+def test_images_in_results_of_tools_leave_the_session_alive() -> None:
+    """A history keeps them; images of users are an error."""
+    image = {"type": "image", "source": {"type": "base64", "data": ""}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [image]}
+    chat = messages.chat_body({"messages": [{"role": "user", "content": [result]}]})
+    assert chat["messages"][0]["content"] == NO_IMAGE
+    output = [{"type": "input_image", "image_url": "data:"}, {"type": "input_text", "text": "x"}]
+    item = {"type": "function_call_output", "call_id": "call_1", "output": output}
+    chat = responses.chat_body({"input": [item]})
+    assert chat["messages"][0]["content"] == f"{NO_IMAGE}\nx"
+    with pytest.raises(RefusedError, match="'image' is not supported"):
+        messages.chat_body({"messages": [{"role": "user", "content": [image]}]})
+
+
+def test_effort_and_schema_of_messages() -> None:
+    wish = {"effort": "high", "format": {"type": "json_schema", "schema": SCHEMA}}
+    chat = messages.chat_body({**MESSAGE, "output_config": wish})
+    assert chat["reasoning_effort"] == "high"
+    assert chat["response_format"]["json_schema"] == {"schema": SCHEMA}
