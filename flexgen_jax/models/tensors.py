@@ -30,6 +30,7 @@ KINDS: dict[str, Any] = {
     "BF16": ml_dtypes.bfloat16,
     "I64": np.int64,
     "I32": np.int32,
+    "U32": np.uint32,
     "I16": np.int16,
     "I8": np.int8,
     "U8": np.uint8,

@@ -56,10 +56,9 @@ class Computing:
 
     def compute(self, step: Step, inputs: Inputs) -> Computed:
         """Dispatches a step."""
-        num_own_inputs = len(inputs.weights) - len(step.batch.shared_parts(step.layer))
-        shared: list[LayerCache] = [load.arriving for load in inputs.weights[num_own_inputs:]]
+        shared: list[LayerCache] = [load.arriving for load in inputs.prefixes]
         weights: dict[str, Any] = {}
-        for load in inputs.weights[:num_own_inputs]:
+        for load in inputs.weights:
             weights.update(load.arriving)
         layer = self._layers[step.layer]
         if layer.kind == "embedding":
@@ -68,7 +67,7 @@ class Computing:
             computed = self.ends.head(step, weights, hidden_of(inputs))
         else:
             computed = self._decoder(step, weights, inputs, shared)
-        self._dispatch.watch(step, inputs.weights, computed.checks)
+        self._dispatch.watch(step, inputs.of_visit, computed.checks)
         arrays_of(step.batch).checks = computed.checks
         return computed
 

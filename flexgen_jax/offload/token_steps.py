@@ -78,7 +78,7 @@ class TokenSteps:
         prefixes."""
         arrays, hidden, early_query = arrays_of(step.batch), hidden_of(inputs), inputs.early
         cache: LayerCache = inputs.cache.arriving
-        query, new_arrays = self._project(step, weights, inputs.weights, hidden)
+        query, new_arrays = self._project(step, weights, inputs.of_visit, hidden)
         self._dispatch.ask_for(step, new_arrays)
         question = Question(
             device=self._device,
@@ -90,7 +90,7 @@ class TokenSteps:
         start = step.batch.span(step.token).start
         to_prefixes = self._dispatch.to_prefixes(step, query, start, shared) if shared else None
         partials = attend_split(
-            question, cache, lambda: self._project_early(early_query, weights, inputs.weights)
+            question, cache, lambda: self._project_early(early_query, weights, inputs.of_visit)
         )
         partials += [] if to_prefixes is None else [to_prefixes]
         tokens = step.batch.span(step.token).tokens

@@ -38,9 +38,10 @@ class ChosenExperts(NamedTuple):
 class Inputs(NamedTuple):
     """The loads that a step computes with."""
 
-    # One for each part of the layer, then one for each prefix's KV blocks, if the step attends to
-    # them.
+    # One for each part of the layer.
     weights: Sequence[Handle]
+    # The KV blocks of each prefix that the batch's rows share.
+    prefixes: Sequence[Handle] = ()
     # None for the embedding.
     hidden: Handle = None
     # The KV blocks of earlier tokens, None if there are none, or the layer has no use for them.
@@ -52,6 +53,11 @@ class Inputs(NamedTuple):
     early: tuple[Step, Handle] | None = None
     # None if all experts are among the weights.
     experts: ChosenExperts | None = None
+
+    @property
+    def of_visit(self) -> list[Handle]:
+        """The loads that all batches of the visit use."""
+        return [*self.weights, *self.prefixes]
 
 
 class Backend(Protocol):

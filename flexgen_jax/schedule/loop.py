@@ -231,20 +231,21 @@ class BlockLoop:
 
     def _inputs(self, step: Step) -> Inputs:
         """Returns a step's inputs, in flight to the device."""
-        weights = self._visits.take(step)
+        held = self._visits.take(step)
         if self._kinds[step.layer] == "embedding":
             if step.token - self._prefetch.token_before(step.token) > 1:
                 self._skip_to(step)
-            return Inputs(weights)
+            return Inputs(held.weights)
         hidden = self._prefetch.take_hidden(step)
         if self._kinds[step.layer] == "head":
-            return Inputs(weights, hidden)
+            return Inputs(held.weights, hidden=hidden)
         experts = self._visits.chosen(step)
         cache, replaced = self._prefetch.take_cache(step), self._prefetch.take_state(step)
         if step.batch.shrinks_at(step.token):
             self._shrinking.shrink_state(step, cache, replaced, self._dispatched + 1)
         return Inputs(
-            weights=weights,
+            weights=held.weights,
+            prefixes=held.prefixes,
             hidden=hidden,
             cache=cache,
             replaced=replaced,

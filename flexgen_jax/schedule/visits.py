@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from flexgen_jax.policy.parts import WeightsPart
 from flexgen_jax.policy.plan import BlockPlan
@@ -22,6 +23,13 @@ from flexgen_jax.schedule.waves import LookAhead, Step
 VisitPart = tuple[int, WeightsPart | CachedPart]
 """A visit, and its needs: a part of the weights, or a prefix's KV blocks. Where
 nothing is ever loaded, 0 stands for all visits."""
+
+
+class Held(NamedTuple):
+    """The loads that steps of a visit compute with, see `Inputs`."""
+
+    weights: list[Handle]
+    prefixes: list[Handle]
 
 
 class Visits:
@@ -46,7 +54,7 @@ class Visits:
         self._stream: Stream[VisitPart] = Stream(loader, self._start)
         # The visit's used loads, and the loads of equal steps.
         self._taken: dict[VisitPart, None] = {}
-        self._held: dict[tuple[int, bool, tuple[Running, ...]], list[Handle]] = {}
+        self._held: dict[tuple[int, bool, tuple[Running, ...]], Held] = {}
         self._to_copy: deque[VisitPart] = deque()
         self._bytes_to_copy = self._steps_left = 0
         # The visits during which reads and copies were started, and the last visit read.
@@ -73,21 +81,26 @@ class Visits:
 
     def _keys(self, step: Step) -> list[VisitPart]:
         """Returns a step's weights, without experts that are loaded on demand."""
-        parts = self._plan.parts[step.layer]
-        if self._loads_chosen(step):
-            parts = tuple(part for part in parts if part.expert is None)
+        parts: list[WeightsPart | CachedPart] = [
+            part
+            for part in self._plan.parts[step.layer]
+            if part.expert is None or not self._loads_chosen(step)
+        ]
         visit = 0 if self._plan.is_resident else step.visit
-        keys: list[VisitPart] = [(visit, part) for part in parts]
-        return keys + [(visit, part) for part in step.batch.shared_parts(step.layer)]
+        return [(visit, part) for part in [*parts, *step.batch.shared_parts(step.layer)]]
 
-    def take(self, step: Step) -> list[Handle]:
-        """Returns the weights for all equal steps of a visit; the first of them
-        takes it."""
+    def take(self, step: Step) -> Held:
+        """Returns the weights and the prefixes' KV blocks for all equal steps of a visit; the first
+        of them takes them."""
         alike = (step.layer, self._loads_chosen(step), step.batch.prefixes)
         if alike not in self._held:
             keys = self._keys(step)
             self._taken |= dict.fromkeys(keys)
-            self._held[alike] = [self._stream.take(key) for key in keys]
+            held = Held([], [])
+            for key in keys:
+                is_prefix = isinstance(key[1], CachedPart)
+                (held.prefixes if is_prefix else held.weights).append(self._stream.take(key))
+            self._held[alike] = held
         return self._held[alike]
 
     def read_ahead(self, visit: int) -> None:

@@ -39,7 +39,7 @@ class SimulatedSteps:
     def compute(self, step: Step, inputs: Inputs) -> float:
         clock, costs = self._clock, self._costs
         layer, rows = self._layers[step.layer], step.batch.rows
-        ready = max((load.ready for load in inputs.weights), default=0.0)
+        ready = max((load.ready for load in inputs.of_visit), default=0.0)
         if costs.unpacks and layer.kind == "decoder" and step.visit != self._unpacked_for:
             self._unpacked_for = step.visit
             clock.compute(costs.unpack_s(layer), ready)

@@ -4,6 +4,8 @@ they stand for, this package computes with the files as they are."""
 from __future__ import annotations
 
 import json
+import re
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from flexgen_jax import LLM, Policy, SamplingParams
@@ -24,7 +27,7 @@ from flexgen_jax.models.loading import shape_of
 from flexgen_jax.models.spec_of_config import model_spec
 from tests.helpers.cases import covering
 from tests.helpers.models import assert_within_plan, prompts
-from tests.helpers.published import FORMATS, write_gpt_oss, write_published
+from tests.helpers.published import FORMATS, mlx, write_gpt_oss, write_published
 
 TIERS = ((100, 0, 100, 0, 100, 0), (30, 40, 20, 50, 0, 100), (0, 0, 0, 0, 0, 0))
 
@@ -118,6 +121,8 @@ MUTATIONS: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
     "short zeros": ("awq", lambda t: shorten(t, "qzeros"), "has shape"),
     "no blocks' scale": ("mxfp4", lambda t: t.pop(one(t, "weight_scale")), "scale' is missing"),
     "short blocks": ("nvfp4", lambda t: shorten(t, "weight_scale"), "has shape"),
+    "no minima": ("mlx-4", lambda t: t.pop(one(t, "biases")), "biases' is missing"),
+    "short minima": ("mlx-5", lambda t: shorten(t, "biases"), "has shape"),
     "uneven groups": ("gptq-order", lambda t: one_group(t), "elements per group"),
     "short codes": ("int4", lambda t: shorten(t, "weight_packed"), "has shape"),
 }
@@ -147,6 +152,41 @@ def test_broken_folders_are_refused_by_name(tmp_path: Path, mutation: str) -> No
     with pytest.raises(CheckpointError, match=said) as error:
         Checkpoint(folder)
     assert "model.safetensors" in str(error.value)
+
+
+def test_experts_that_mlx_has_stacked(tmp_path: Path) -> None:
+    """MLX has one array for all experts of a layer, with names of its own for Mixtral's."""
+    reference = write_published(tmp_path, "mixtral", "mlx-4")
+    path = tmp_path / "model.safetensors"
+    stacked: dict[str, Any] = {}
+    experts: dict[str, dict[int, Any]] = defaultdict(dict)
+    names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    for name, tensor in load_file(path).items():
+        match = re.fullmatch(r"(.*)\.experts\.(\d+)\.(\w+)\.(\w+)", name)
+        if match is None:
+            stacked[name] = tensor
+        else:
+            matrix = names.get(match[3], match[3])
+            experts[f"{match[1]}.switch_mlp.{matrix}.{match[4]}"][int(match[2])] = tensor
+    assert experts
+    for name, tensors in experts.items():
+        stacked[name] = torch.stack([tensor for _, tensor in sorted(tensors.items())])
+    save_file(stacked, path)
+    policy = Policy.from_percent(30, 40, 20, 50, 0, 100, batch_size=4)
+    with LLM(tmp_path, dtype="float32", policy=policy, offload_dir=tmp_path / "o") as llm:
+        scores = llm.score(prompt_token_ids=prompts())
+    for ids, score in zip(prompts(), scores, strict=True):
+        np.testing.assert_allclose(score.logprobs, reference.logprobs(ids), rtol=1e-4, atol=1e-4)
+
+
+def test_mlx_itself_reads_such_bits() -> None:
+    mx = pytest.importorskip("mlx.core")
+    rng = np.random.default_rng(1)
+    for bits in (2, 3, 4, 5, 6, 8):
+        parts, matrix = mlx(rng, (4, 64), bits)
+        arrays = [mx.array(parts[name]) for name in ("weight", "scales", "biases")]
+        found = np.array(mx.dequantize(*arrays, group_size=32, bits=bits))
+        np.testing.assert_allclose(found, matrix, rtol=1e-5, atol=1e-6)
 
 
 def test_without_a_config_the_tensors_say_it(tmp_path: Path) -> None:

@@ -124,6 +124,18 @@ def awq(rng: Random, shape: tuple[int, int], has_zero: bool) -> Made:
     return stored, ((codes - np.repeat(zero, 32, 0)) * each).T
 
 
+def mlx(rng: Random, shape: tuple[int, int], bits: int) -> Made:
+    """A row of codes is one number, written as words from its lowest bits on."""
+    rows, columns = shape
+    codes = rng.integers(0, 1 << bits, shape)
+    scale = scales(rng, rows, columns // 32, dtype=np.float32, size=0.8 / (1 << bits))
+    minimum = (-scale * (1 << bits) / 2 * rng.random(scale.shape)).astype(np.float32)
+    stream = [sum(int(code) << bits * n for n, code in enumerate(row)) for row in codes]
+    stored = [np.frombuffer(x.to_bytes(columns * bits // 8, "little"), "<u4") for x in stream]
+    matrix = codes * np.repeat(scale, 32, 1) + np.repeat(minimum, 32, 1)
+    return {"weight": np.stack(stored), "scales": scale, "biases": minimum}, matrix
+
+
 def microscaled(rng: Random, shape: tuple[int, int]) -> Made:
     codes = rng.integers(0, 16, shape).astype(np.uint8)
     power = rng.integers(122, 125, (shape[0], shape[1] // 32), np.uint8)
@@ -201,6 +213,8 @@ FORMATS: dict[str, tuple[Maker, dict[str, Any]]] = {
         lambda r, s: gptq(r, s, 1, False, False, 8),
         {"quant_method": "gptq", "bits": 8},
     ),
+    "mlx-4": (lambda r, s: mlx(r, s, 4), {"group_size": 32, "bits": 4, "mode": "affine"}),
+    "mlx-5": (lambda r, s: mlx(r, s, 5), {"group_size": 32, "bits": 5}),
     "awq": (lambda r, s: awq(r, s, False), {"quant_method": "awq", "bits": 4}),
     "awq-zero": (lambda r, s: awq(r, s, True), {"quant_method": "awq", "bits": 4}),
     "mxfp4": (microscaled, {"quant_method": "compressed-tensors"}),
@@ -241,7 +255,7 @@ def write_published(folder: Path, family: str, kind: str, seed: int = 0) -> Refe
     )
     save_file(stored, path)
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = options
+    config["quantization" if kind.startswith("mlx") else "quantization_config"] = options
     (folder / "config.json").write_text(json.dumps(config))
     return reference
 

@@ -146,7 +146,6 @@ def test_absurd_counts_are_refused_at_once(name: str) -> None:
 
 
 PUBLISHED = {
-    "quantized by MLX": {"quantization": {"group_size": 64, "bits": 4}},
     "quant_algo MXFP8": {
         "quantization_config": {"quant_method": "modelopt", "quant_algo": "MXFP8"}
     },

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flexgen_jax.offload.batch import AllThere, Batch
+from flexgen_jax.offload.batch import AllThere, Batch, HeadResult
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.disk.folder import OffloadFolder
 from flexgen_jax.offload.executor import BlockRun
@@ -95,10 +95,10 @@ class Run:
             device.close()
             disk.close()
 
-    def receive(self, step: Step, result: Any) -> list[int] | None:
+    def receive(self, step: Step, result: HeadResult) -> list[int] | None:
         number = step.batch.number
         members = self._members[number]
-        for row, token in zip(members, result[:, 0].tolist(), strict=False):
+        for row, token in zip(members, result.ids[:, 0].tolist(), strict=False):
             if len(self.tokens[number][row]) < ENDS[row]:
                 self.tokens[number][row].append(token)
         if not self._shrinks:

@@ -124,6 +124,7 @@ METHODS = (
     "compressed-tensors",
     "modelopt",
     "bitsandbytes",
+    "mlx",
     "flexgen-jax",
 )
 """Methods of quantization whose files are read, as "quant_method" names them."""
@@ -136,7 +137,7 @@ def quantization_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     text = text if isinstance(text, Mapping) else {}
     stored = raw.get("quantization_config") or text.get("quantization_config") or {}
     if isinstance(raw.get("quantization"), Mapping) and "quant_method" not in stored:
-        raise ConfigError(f"the weights are quantized by MLX, which is not supported: {QUANTIZED}")
+        return {"quant_method": "mlx", **raw["quantization"]}
     if not stored:
         return {}
     if not isinstance(stored, Mapping):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flexgen_jax.models.formats.format import Factor, Format, centered
+from flexgen_jax.models.formats.format import Factor, Format, affine, centered
 from flexgen_jax.models.formats.known import own
 from flexgen_jax.models.formats.published import Published, of_any_expert
 from flexgen_jax.models.spec import ModelSpec
@@ -64,6 +64,8 @@ def _format(options: Mapping[str, Any]) -> Format | None:
         is_nf4 = options.get("load_in_4bit") or options.get("_load_in_4bit")
         nf4 = Format(4, Factor("float32", 64), levels="nf4")
         return nf4 if is_nf4 else centered(8, 0, "float32")
+    if method == "mlx":
+        return affine(int(options.get("bits", 4)), int(options.get("group_size", 64)))
     if method == "flexgen-jax":
         return own(int(options.get("bits", 4)))
     if method == "mxfp4":

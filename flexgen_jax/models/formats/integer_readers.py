@@ -1,15 +1,18 @@
-"""Readers of integers in safetensors: compressed-tensors, GPTQ, AWQ and bitsandbytes' 8 bits.
+"""Readers of integers in safetensors: compressed-tensors, GPTQ, AWQ, MLX and bitsandbytes' 8
+bits.
 
 Each is one class, which finds its stored arrays, checks their shapes, and returns leaves of rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from flexgen_jax.models.formats.format import Factor, Format
-from flexgen_jax.models.formats.packed import FLOATS, Parts, factor_rows
-from flexgen_jax.models.formats.packing import order_of, packed_parts, unpack_words
+from flexgen_jax.models.formats.format import WIDTHS, Factor, Format
+from flexgen_jax.models.formats.packed import FLOATS, PackedTensor, Parts, factor_rows
+from flexgen_jax.models.formats.packing import order_of, packed_parts, unpack_bits, unpack_words
 
 
 class Integers8:
@@ -244,3 +247,59 @@ class Awq(_Transposed):
         codes = self._columns(self._words[:, first:last])[:, inside].T
         zeros = None if self._zeros is None else self._zeros[start:stop]
         return leaves_of(self.format, codes, self._scale[:, start:stop].T, zeros, None)
+
+
+MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+"""Mixtral's names of matrices by MLX's."""
+
+
+class Mlx:
+    """MLX's affine formats: integers with a scale and a minimum a group, packed along the input
+    into words as one row of bits, the lowest first."""
+
+    METHOD = "MLX"
+
+    def __init__(self, parts: Parts, expert: int | None = None) -> None:
+        """expert: which one of a layer's stacked experts it is, None for a matrix."""
+        for end in (".scales", ".biases"):
+            parts.need(end)
+        own_options = parts.options.get(parts.base)
+        options = own_options if isinstance(own_options, Mapping) else parts.options
+        mode = options.get("mode", parts.options.get("mode", "affine"))
+        bits, group = (int(options.get(name, 0)) for name in ("bits", "group_size"))
+        *stacked, rows, words = parts.shape(".weight")
+        if mode != "affine" or bits not in WIDTHS or group < 1:
+            raise parts.refused(".weight", f"has mode {mode}, {bits} bits and groups of {group}")
+        columns = words * 32 // bits
+        for end in (".scales", ".biases"):
+            parts.check(end, (*stacked, rows, -(-columns // group)), *FLOATS)
+        self.shape: tuple[int, ...] = (rows, columns)
+        self._bits = bits
+        self.names: tuple[str, ...] = tuple(
+            f"{parts.base}{end}" for end in (".weight", ".scales", ".biases")
+        )
+        factors = [Factor(FLOATS[parts.dtype(end)], group) for end in (".scales", ".biases")]
+        self.format = Format(bits, factors[0], minimum=factors[1])
+        self._words, self._scale, self._minimum = (
+            parts.array(end) if expert is None else parts.array(end)[expert]
+            for end in (".weight", ".scales", ".biases")
+        )
+
+    @classmethod
+    def tensors(cls, parts: Parts) -> dict[str, PackedTensor]:
+        """Returns a matrix, or a layer's experts, by the names that they have elsewhere."""
+        shape = parts.shape(".weight")
+        if len(shape) == 2:
+            return {f"{parts.base}.weight": cls(parts)}
+        layer, _, matrix = parts.base.rpartition(".switch_mlp.")
+        if len(shape) != 3 or not layer:
+            raise parts.refused(".weight", f"has shape {shape}")
+        matrix = MIXTRAL[matrix] if layer.endswith("block_sparse_moe") else matrix
+        numbers = range(shape[0])
+        return {f"{layer}.experts.{n}.{matrix}.weight": cls(parts, n) for n in numbers}
+
+    def read(self, start: int, stop: int, expert: int | None = None) -> list[np.ndarray]:
+        assert expert is None
+        codes = unpack_bits(self._words[start:stop], self._bits)
+        factors = (self._scale[start:stop], self._minimum[start:stop])
+        return [*packed_parts(codes, self.format), *map(np.ascontiguousarray, factors)]

@@ -22,6 +22,19 @@ def unpack_words(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
     return codes.reshape(shape)
 
 
+def unpack_bits(words: np.ndarray, bits: int) -> np.ndarray:
+    """Returns the codes, uint8 [row, element], of rows of words (32 bits), each row being one row
+    of bits, the lowest first; so codes of 3, 5 and 6 bits cross the words' ends."""
+    if 32 % bits == 0:
+        return unpack_words(words, bits, axis=1)
+    stored = np.ascontiguousarray(words).view(np.uint8)
+    columns = words.shape[1] * 32 // bits
+    each = np.unpackbits(stored, axis=1, bitorder="little", count=columns * bits)
+    padded = np.zeros((len(words), columns, 8), np.uint8)
+    padded[:, :, :bits] = each.reshape(len(words), columns, bits)
+    return np.packbits(padded, axis=2, bitorder="little")[:, :, 0]
+
+
 def unpack_nibbles(stored: np.ndarray, high_first: bool = False) -> np.ndarray:
     """Returns the codes of 4 bits, uint8 [..., 2 n], in bytes [..., n]."""
     halves = (stored & 15, stored >> 4)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flexgen_jax.models.formats.float_readers import Float8, Mxfp4, MxfpBlocks, NormalFloat, Nvfp4
-from flexgen_jax.models.formats.integer_readers import Awq, Gptq, Integers8, PackQuantized
+from flexgen_jax.models.formats.integer_readers import Awq, Gptq, Integers8, Mlx, PackQuantized
 from flexgen_jax.models.formats.own_reader import METHOD as OWN
 from flexgen_jax.models.formats.own_reader import Own
 from flexgen_jax.models.formats.packed import PackedTensor, Parts, StoredArrays
@@ -40,6 +40,9 @@ def packed_tensors(
             reader = _of_packed(arrays, base)
         elif end == "qweight":
             reader = Awq if _is_awq(arrays, base, method) else Gptq
+        elif end == "weight" and method == "mlx":
+            if arrays.dtype(name) == "U32":
+                packed.update(Mlx.tensors(Parts(arrays, base, Mlx.METHOD, options)))
         elif end == "weight":
             reader = _of_weight(arrays, base)
         elif name.endswith("_blocks"):
