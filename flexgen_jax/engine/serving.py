@@ -25,6 +25,10 @@ from flexgen_jax.schedule.ledger import BudgetError
 FIRST_READ = 16
 """Requests of a stream that are read before it is known how many run together."""
 
+STREAM_TOKENS = 64
+"""A stream whose first texts differ in length is planned for a multiple of this many new tokens,
+since a longer text waits until all others are finished."""
+
 UNKNOWN = 256
 """Number of requests that a stream is planned for until it ends."""
 
@@ -170,6 +174,8 @@ class Serving:
                 if not incoming.is_ended:
                     if shares and self._runner.keeps_texts:
                         workloads = list(map(_with_room_for_stored, workloads))
+                    if len({request.max_tokens for request in together}) > 1:
+                        workloads = list(map(self._with_longer_texts, workloads))
                     workloads = [
                         _as_many(candidate, max(len(requests), UNKNOWN)) for candidate in workloads
                     ]
@@ -205,6 +211,12 @@ class Serving:
         collector.on_later = incoming.put_back
         if self.upcoming is collector:
             self.upcoming = None
+
+    def _with_longer_texts(self, workload: Workload) -> Workload:
+        """Returns a workload with room for texts a little longer than those known."""
+        gen_len = -(-workload.gen_len // STREAM_TOKENS) * STREAM_TOKENS
+        room = self._config.max_positions - workload.prompt_len - workload.prefix_len
+        return replace(workload, gen_len=max(workload.gen_len, min(gen_len, room)))
 
     def _workload(self, requests: Sequence[EncodedRequest], collector: Collector) -> Workload:
         """Returns the workload of requests."""

@@ -35,6 +35,10 @@ class KeptTexts(NamedTuple):
 
 NOTHING_KEPT = KeptTexts(nothing_stored, lambda ids: None)
 
+ENTRY_WAVES = 2
+"""For how many waves, times the number of batches that are going, few requests wait for others to
+enter with them, where rows are free."""
+
 PATIENCE = 16
 """Number of times that a stream's request lets requests with resident prefixes pass, before it
 enters itself."""
@@ -93,6 +97,8 @@ class Waiting:
         # How often other requests passed the longest waiting one, and how often in a row
         # nothing could enter though nothing was going.
         self._passed_over = self._stuck = 0
+        # For how many waves few requests have waited for others.
+        self._waves_waited = 0
 
     @property
     def prompts(self) -> PromptTokens:
@@ -115,6 +121,8 @@ class Waiting:
         if not self.left:  # they wait for a run of their own
             self._top_up(max(0, free - len(self._requests)))
         self._drop_unwanted()
+        if self._waits_for_more(going):
+            return ()
         if not self._next_ones:
             number = min(free, policy.batch_size * (max_batches or policy.num_batches))
             self._next_ones = self._chosen(number, is_beside=bool(going))
@@ -124,6 +132,21 @@ class Waiting:
                 return entered
         members, self._next_ones = self._next_ones, ()
         return self._enter_batches(grouped(members, policy.batch_size), is_first=not going)
+
+    def _waits_for_more(self, going: Sequence[Running]) -> bool:
+        """Returns whether a stream's few requests wait for others to enter with them.
+
+        Each batch is computed by itself, so that many small ones take longer than few large ones,
+        where no weights are loaded that all of them share.
+        """
+        rows = sum(running.rows for running in going)
+        is_few = len(self._requests) < -(-rows // ENTRY_FRACTION)
+        can_wait = not self._source.is_ended and self._plan.is_resident and not self._next_ones
+        self._waves_waited += bool(self._requests)
+        if is_few and can_wait and self._waves_waited <= ENTRY_WAVES * len(going):
+            return True
+        self._waves_waited = 0
+        return False
 
     def _drop_unwanted(self) -> None:
         """Leaves out requests that are not to be run any more."""

@@ -72,7 +72,8 @@ class Feed(Generic[S, T]):
 
     def take(self, max_count: int) -> Sequence[T]:
         with self._changed:
-            requests = [self._ready.popleft() for _ in range(min(max_count, len(self._ready)))]
+            count = len(self._ready) if self._is_ended else min(max_count, len(self._ready))
+            requests = [self._ready.popleft() for _ in range(count)]
             self._changed.notify_all()
             return requests
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from flexgen_jax import LLM, Policy, Request, SamplingParams
+from flexgen_jax.engine.local import LocalRunner
 from flexgen_jax.errors import UserError
 from flexgen_jax.requests.feed import Feed
 
@@ -274,3 +276,32 @@ def test_a_closed_feed_reads_no_more() -> None:
     while not feed.is_ended:
         pass
     assert len(read) <= before + 1
+
+
+def test_a_little_longer_texts_need_no_other_plan(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first requests are known to differ; the last ones are longer than all of them."""
+    opened: list[int] = []
+    real = LocalRunner.open
+
+    def opening(self: LocalRunner, policy: Policy, workload: Any, compiles: bool = False) -> None:
+        opened.append(workload.gen_len)
+        real(self, policy, workload, compiles)
+
+    monkeypatch.setattr(LocalRunner, "open", opening)
+    lengths = [*[3, 5] * 10, 9, 11]
+    requests = [request(n, max_tokens=tokens) for n, tokens in enumerate(lengths)]
+    results = {result.id: result for result in llm.stream(iter(requests))}
+    assert [len(results[f"r{n}"].token_ids) for n in range(len(lengths))] == lengths
+    assert opened == [64]
+
+
+def test_an_ended_feed_gives_all_that_is_left() -> None:
+    """So that they are planned for together."""
+    feed = Feed(iter(range(5)), lambda value, index: value, 8)
+    assert feed.wait()
+    while not feed.is_ended:
+        time.sleep(0.001)
+    assert list(feed.take(2)) == [0, 1, 2, 3, 4]
+    assert not feed.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from flexgen_jax.errors import UserError
 from flexgen_jax.models.tokenizer import Tokenizer
 from flexgen_jax.policy.policy import Policy
 from flexgen_jax.policy.shapes import BlockShape
-from flexgen_jax.requests.batching import Waiting, grouped
+from flexgen_jax.requests.batching import ENTRY_WAVES, Waiting, grouped
 from flexgen_jax.requests.feed import Listed
 from flexgen_jax.requests.generation import Generation
 from flexgen_jax.requests.padding import pad_prompts, padded_length
@@ -136,3 +137,42 @@ def test_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="cannot read the tokenizer"):
         Tokenizer(tmp_path, None)
+
+
+class Stream:
+    """Requests that come when a test says so."""
+
+    is_ended = False
+
+    def __init__(self) -> None:
+        self.ready: list[EncodedRequest] = []
+
+    def take(self, max_count: int) -> Sequence[EncodedRequest]:
+        taken, self.ready = self.ready[:max_count], self.ready[max_count:]
+        return taken
+
+    def wait(self) -> bool:
+        return bool(self.ready)
+
+
+def test_few_requests_of_a_stream_wait_for_others() -> None:
+    """A quarter of the rows that run enters at once; fewer after two waves for each batch; and
+    all do when no more will come."""
+    policy = Policy(batch_size=64, num_batches=1)
+    stream, asked = Stream(), requests([5] * 40)
+    collector = Generation(None, (), lambda request, output: None)
+    plan = plan_of(policy, BlockShape((64,), (96,), 8))
+    assert plan.is_resident
+    queue = Waiting(plan, stream, collector)
+    stream.ready = asked[:16]
+    going = [*queue.enter([], None)]
+    assert sum(running.rows for running in going) == 16
+    stream.ready = asked[16:17]
+    entered = [len(queue.enter(going, None)) for _ in range(ENTRY_WAVES + 1)]
+    assert entered == [0] * ENTRY_WAVES + [1]
+    stream.ready = asked[17:21]
+    assert queue.enter(going, None), "a quarter of the rows"
+    stream.ready = asked[21:22]
+    assert not queue.enter(going, None)
+    stream.is_ended = True
+    assert queue.enter(going, None)
