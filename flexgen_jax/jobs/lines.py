@@ -275,8 +275,10 @@ def _from_openai(
 
 
 def _take_echo(fields: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
-    """Takes out what a completion says about its prompt and its length; returns fields of the
-    line. Like OpenAI's and vLLM's, a completion of no tokens computes its prompt."""
+    """Takes "echo" and a length of 0 out of a completion's fields; returns fields of the line.
+
+    As in OpenAI's API and vLLM, a completion of no tokens computes its prompt.
+    """
     echoes = fields.pop("echo", False)
     if not isinstance(echoes, bool):
         raise LineError(f'"echo" must be true or false, not {echoes!r}')
@@ -289,7 +291,7 @@ def _take_echo(fields: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]
 
 
 def _embeddings(fields: dict[str, Any], named: tuple[int, str], model: str | None) -> Line:
-    """Returns the line of texts whose vectors are asked for."""
+    """Returns a line that asks for vectors of texts."""
     dimensions, encoding = fields.pop("dimensions", None), fields.pop("encoding_format", "float")
     if encoding not in ("float", "base64"):
         raise LineError(f'"encoding_format" must be "float" or "base64", not {encoding!r}')

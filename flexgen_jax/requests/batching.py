@@ -136,8 +136,8 @@ class Waiting:
     def _waits_for_more(self, going: Sequence[Running]) -> bool:
         """Returns whether a stream's few requests wait for others to enter with them.
 
-        Each batch is computed by itself, so that many small ones take longer than few large ones,
-        where no weights are loaded that all of them share.
+        Each batch is computed by itself, so many small batches take longer than a few large ones.
+        Where weights are loaded, all batches share the loads, and no request waits.
         """
         rows = sum(running.rows for running in going)
         is_few = len(self._requests) < -(-rows // ENTRY_FRACTION)

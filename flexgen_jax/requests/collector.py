@@ -1,4 +1,4 @@
-"""What a run is for: forms the batches of its requests, and collects the head's results."""
+"""The purpose of a run: a collector forms batches of requests and collects the head's results."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def in_turns(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def without_images(content: Any) -> Any:
-    """Returns a tool's result in which texts stand for images."""
+    """Returns a tool's result with a text in place of each image."""
     if not isinstance(content, list):
         return content
     return [

@@ -1,4 +1,4 @@
-"""Measures a server with many clients beside one job, and texts of mixed lengths beside equal ones.
+"""Compares a server with many clients to one job, and texts of mixed lengths to equal texts.
 
     python scripts/benchmarks/clients.py --model MODEL
     python scripts/benchmarks/clients.py --model MODEL --lengths
@@ -104,7 +104,7 @@ def server(options: argparse.Namespace) -> None:
 
 
 def ask(options: argparse.Namespace) -> None:
-    """Asks a server as 64 clients, each for one text after the other."""
+    """Asks a server as 64 clients; each client asks for one text at a time."""
     texts = texts_of(options)
     for number in range(options.passes):
         seconds, waits = asyncio.run(asked(options.model, texts))
@@ -141,7 +141,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--options", default="{}", help="those of LLM, as JSON")
-    parser.add_argument("--lengths", action="store_true", help="mixed lengths beside equal ones")
+    parser.add_argument("--lengths", action="store_true", help="compare mixed to equal lengths")
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--passes", type=int, default=2)
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
