@@ -18,6 +18,11 @@ NAME = PACKAGE.name
 BELOW_ALL = {"caches", "errors", "units", "progress", "version"}
 """Modules at the top of the package that every room may import."""
 
+BELOW_ENGINE = {
+    *("models", "layers", "policy", "schedule", "search"),
+    *("cpu", "offload", "machine", "requests", "drafting"),
+}
+
 MAY_IMPORT = {
     "models": set(),
     "layers": {"models"},
@@ -31,32 +36,12 @@ MAY_IMPORT = {
     "offloading": {"models", "layers", "policy", "schedule", "cpu", "offload", "machine"},
     "requests": {"models", "layers", "policy", "schedule", "offload"},
     "drafting": {"models", "layers", "policy", "schedule", "cpu", "offload"},
-    "engine": {
-        "models",
-        "layers",
-        "policy",
-        "schedule",
-        "search",
-        "cpu",
-        "offload",
-        "machine",
-        "requests",
-        "drafting",
-    },
+    "engine": BELOW_ENGINE,
     "jobs": {"models", "machine", "requests", "engine"},
     "server": {"models", "requests", "engine", "jobs"},
     "evaluation": {"models", "policy", "requests", "engine"},
     "cli": {
-        "models",
-        "layers",
-        "policy",
-        "schedule",
-        "search",
-        "cpu",
-        "offload",
-        "machine",
-        "requests",
-        "drafting",
+        *BELOW_ENGINE,
         "engine",
         "jobs",
         "server",

@@ -23,7 +23,7 @@ from flexgen_jax.errors import UserError
 from flexgen_jax.models.chat import ChatOptions, Message
 from flexgen_jax.models.loading import Model
 from flexgen_jax.models.parts import Pooling
-from flexgen_jax.models.pooling import PoolingDefaults, check_dimensions
+from flexgen_jax.models.pooling import PoolingDefaults
 from flexgen_jax.policy.policy import Policy, Workload
 from flexgen_jax.progress import Progress
 from flexgen_jax.requests.feed import Feed, Incoming
@@ -163,15 +163,17 @@ class LLM(TextModel):
     ) -> np.ndarray:
         """Returns a vector of every prompt, fp32 [prompt, dimensions].
 
-        pooling: "last" takes the final hidden states of a prompt's last token, "mean" their mean,
-            "cls" those of its first token. normalize: whether vectors have length 1. None is the
-            default of the folder's sentence-transformers files, or "last" and True.
+        pooling: "last" takes the final hidden states of a prompt's last token, "mean" the mean over
+            all tokens, "cls" the first token's. By default as the folder's sentence-transformers
+            files say, or "last".
+        normalize: whether vectors have length 1; by default as these files say, and True if there
+            are none or `pooling` is given.
         dimensions: how many of the first elements a vector has; by default all.
         """
         defaults = self.pooling_defaults if pooling is None else PoolingDefaults(pooling)
         if defaults.pooling not in get_args(Pooling):
             raise UserError(f"pooling must be one of {get_args(Pooling)}, not {pooling!r}")
-        check_dimensions(dimensions, self.config.hidden_size)
+        defaults.check(dimensions, self.config.hidden_size)
         inputs = self._prompts.inputs(prompts, prompt_token_ids)
         requests, failures = self._prompts.requests(
             inputs, SamplingParams.plain(1), pooling=defaults.pooling

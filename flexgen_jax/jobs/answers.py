@@ -40,23 +40,12 @@ def answer(
     """Returns the record of a line's results, one for each of its choices."""
     if not line.has_text:
         results = [_without_text(result) for result in results]
-    usage = usage_of(line, results)
     if line.form == "plain":
-        return _plain(line, results, usage, model)
-    is_chat = line.form == "chat"
-    choose = _chat_choice if is_chat else _completion_choice
-    body = (
-        _embeddings(line, results, model)
-        if line.form == "embeddings"
-        else {
-            "id": _name("chatcmpl" if is_chat else "cmpl", job, line.number),
-            "object": "chat.completion" if is_chat else "text_completion",
-            "created": int(time.time()),
-            "model": line.model or model.name,
-            "choices": [choose(n, result, line, model) for n, result in enumerate(results)],
-            "usage": usage,
-        }
-    )
+        return _plain(line, results, model)
+    if line.form == "embeddings":
+        body = _embeddings(line, results, model)
+    else:
+        body = _texts(line, results, model, job)
     request_id = _name("req", job, line.number)
     return {
         "id": _name("batch_req", job, line.number),
@@ -69,6 +58,22 @@ def answer(
 
 def _name(kind: str, job: str, number: int) -> str:
     return f"{kind}_{job}_{number}"
+
+
+def _texts(
+    line: Line, results: Sequence[RequestOutput], model: TextModel, job: str
+) -> dict[str, Any]:
+    """Returns a body with completions, or answers of conversations."""
+    is_chat = line.form == "chat"
+    choose = _chat_choice if is_chat else _completion_choice
+    return {
+        "id": _name("chatcmpl" if is_chat else "cmpl", job, line.number),
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": int(time.time()),
+        "model": line.model or model.name,
+        "choices": [choose(n, result, line, model) for n, result in enumerate(results)],
+        "usage": usage_of(line, results),
+    }
 
 
 def _without_text(result: RequestOutput) -> RequestOutput:
@@ -111,10 +116,8 @@ def usage_of(line: Line, results: Sequence[RequestOutput]) -> dict[str, Any]:
     }
 
 
-def _plain(
-    line: Line, results: Sequence[RequestOutput], usage: dict[str, int], model: TextModel
-) -> dict[str, Any]:
-    choices = []
+def _plain(line: Line, results: Sequence[RequestOutput], model: TextModel) -> dict[str, Any]:
+    usage, choices = usage_of(line, results), []
     for result in results:
         choice: dict[str, Any] = {
             "text": result.text,

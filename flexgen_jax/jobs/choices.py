@@ -17,16 +17,18 @@ def done(result: RequestOutput) -> dict[str, Any]:
     entry |= {"finish_reason": result.finish_reason, "prompt": result.prompt_token_ids}
     entry["cached"] = result.cached_tokens
     if result.prompt_logprobs is not None:
-        entry["prompt_logprobs"] = [
-            None if x is None else [x.logprob, x.top] for x in result.prompt_logprobs
-        ]
+        entry["prompt_logprobs"] = [x and _logprob_json(x) for x in result.prompt_logprobs]
     if result.embedding is not None:
         entry["embedding"] = result.embedding.tolist()
     return entry | logprobs_json(result.logprobs or [])
 
 
 def logprobs_json(logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-    return {"logprobs": [[x.logprob, x.top] for x in logprobs]} if logprobs else {}
+    return {"logprobs": list(map(_logprob_json, logprobs))} if logprobs else {}
+
+
+def _logprob_json(logprob: TokenLogprob) -> list[Any]:
+    return [logprob.logprob, logprob.top]
 
 
 def read_logprob(raw: Any) -> TokenLogprob:
@@ -39,6 +41,8 @@ def finished_choice(
 ) -> RequestOutput:
     """Returns a choice's result from the journal."""
     of_prompt, states = record.get("prompt_logprobs"), record.get("embedding")
+    if of_prompt is not None:
+        of_prompt = [x and read_logprob(x) for x in of_prompt]
     return RequestOutput(
         prompt=request.prompt,
         prompt_token_ids=list(record["prompt"]),
@@ -47,9 +51,7 @@ def finished_choice(
         finish_reason=record["finish_reason"],
         id=request.id,
         logprobs=None if request.sampling_params.logprobs is None else logprobs,
-        prompt_logprobs=None
-        if of_prompt is None
-        else [None if x is None else read_logprob(x) for x in of_prompt],
+        prompt_logprobs=of_prompt,
         embedding=None if states is None else np.array(states, np.float32),
         cached_tokens=record.get("cached", 0),
     )

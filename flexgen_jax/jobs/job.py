@@ -18,7 +18,7 @@ from flexgen_jax.engine.llm import LLM
 from flexgen_jax.errors import UserError
 from flexgen_jax.jobs.answers import answer, failure
 from flexgen_jax.jobs.choices import done, finished_choice, logprobs_json, read_logprob
-from flexgen_jax.jobs.lines import MAX_CHOICES, URLS, Line, LineError, line_name, read_line
+from flexgen_jax.jobs.lines import MAX_CHOICES, URLS, Line, LineError, Prompt, line_name, read_line
 from flexgen_jax.jobs.options import JobOptions, Runner, State, Summary
 from flexgen_jax.jobs.source import InputFacts, JobInput, numbered_lines
 from flexgen_jax.jobs.store import RECORD_FORMAT, Disk, Journal, Manifest, Results
@@ -40,9 +40,6 @@ REPORT_S = 2.0
 
 CHAT_TOKENS = 512
 """New tokens of a conversation where neither it nor the model's folder says how many."""
-
-Prompt = tuple[str | None, Sequence[int] | None]
-"""A text or token ids; of a conversation both."""
 
 
 class Job:

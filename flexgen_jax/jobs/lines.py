@@ -7,11 +7,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, Literal, NoReturn, TypedDict, Unpack
+from typing import Any, Literal, NoReturn
 
 from flexgen_jax.jobs.fields import TEXTS, without_neutral
 from flexgen_jax.models.chat import ChatOptions, call_arguments
-from flexgen_jax.models.pooling import check_dimensions
 from flexgen_jax.models.tool_calls import Tools, tools_of
 from flexgen_jax.requests.requests import Request
 from flexgen_jax.requests.sampling import IN_REQUESTS, SamplingParams
@@ -53,14 +52,7 @@ NAMED = (
 
 
 Prompt = tuple[str | None, Sequence[int] | None]
-"""A prompt's text and its token ids; one may be absent."""
-
-
-class RequestFacts(TypedDict, total=False):
-    """Further fields of a `Request`."""
-
-    continued: Sequence[int]
-    place: int | None
+"""A text or token ids; of a conversation both."""
 
 
 class LineError(ValueError):
@@ -129,20 +121,27 @@ class Line:
                 options = replace(options or ChatOptions(), now=now)
             return [model.chat_prompt(self.messages, options)]
         if self.form == "embeddings":
-            check_dimensions(self.dimensions, model.config.hidden_size)
-            _ = model.pooling_defaults
+            model.pooling_defaults.check(self.dimensions, model.config.hidden_size)
         prompts: list[Prompt] = [
             (p, None) if isinstance(p, str) else (None, p) for p in self.prompts
         ]
-        begins = (model.special_id("bos_token"), model.special_id("eos_token"))
-        first = next(((token,) for token in begins if token is not None), None)
-        is_empty = "" in self.prompts and first is not None and not model.encode("")
-        return [(None, first) if is_empty and p[0] == "" else p for p in prompts]
+        if "" not in self.prompts or model.encode(""):
+            return prompts
+        begins = [model.special_id(role) for role in ("bos_token", "eos_token")]
+        first_ids = next(((token,) for token in begins if token is not None), None)
+        if first_ids is None:
+            return prompts
+        return [(None, first_ids) if text == "" else (text, ids) for text, ids in prompts]
 
     def request(
-        self, request_id: str, prompt: Prompt, model: TextModel, **facts: Unpack[RequestFacts]
+        self,
+        request_id: str,
+        prompt: Prompt,
+        model: TextModel,
+        continued: Sequence[int] = (),
+        place: int | None = None,
     ) -> Request:
-        """Returns the request of one of its texts."""
+        """Returns the request of one of its texts. continued, place: as in `Request`."""
         text, ids = prompt
         is_embedding = self.form == "embeddings"
         return Request(
@@ -152,7 +151,8 @@ class Line:
             sampling_params=self.params,
             is_chat=self.messages is not None,
             pooling=model.pooling_defaults.pooling if is_embedding else None,
-            **facts,
+            continued=continued,
+            place=place,
         )
 
     def error(self, message: str) -> LineError:

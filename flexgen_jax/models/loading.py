@@ -44,8 +44,9 @@ from flexgen_jax.models.weight_source import DummyWeights, WeightSource
 HUB_FILES = ("*.json", "*.jinja", "*.txt", "*.model")
 """Files of a model on the Hub other than weights."""
 
-HUB_LEFT_OUT = ("*/*.json", "*/*.txt", "*/*.model", "consolidated*")
-"""Files of other formats, such as those in original/ or onnx/."""
+HUB_LEFT_OUT = ("[!0-9]*/*.json", "*/*.txt", "*/*.model", "consolidated*")
+"""Files of other formats, such as those in original/ or onnx/. Folders of sentence-transformers,
+such as 1_Pooling/, begin with a digit."""
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,13 @@ class PoolingDefaults:
     normalizes: bool = True
     problem: str | None = None
 
+    def check(self, dimensions: int | None, hidden_size: int) -> None:
+        """Raises `UserError` for vectors that cannot be made."""
+        if self.problem is not None:
+            raise UserError(f"no embeddings: {self.problem}")
+        if dimensions is not None and not 1 <= dimensions <= hidden_size:
+            raise UserError(f"dimensions must be from 1 to {hidden_size}, not {dimensions}")
+
     def vector(
         self, states: np.ndarray, dimensions: int | None = None, normalize: bool | None = None
     ) -> np.ndarray:
@@ -108,9 +115,3 @@ def _modules(folder: Path) -> list[Mapping[str, Any]]:
 
 def _kind(module: Mapping[str, Any]) -> str:
     return str(module.get("type", "")).rpartition(".")[2]
-
-
-def check_dimensions(dimensions: int | None, hidden_size: int) -> None:
-    """Raises `UserError` for a number of dimensions that vectors cannot have."""
-    if dimensions is not None and not 1 <= dimensions <= hidden_size:
-        raise UserError(f"dimensions must be from 1 to {hidden_size}, not {dimensions}")

@@ -15,7 +15,6 @@ from flexgen_jax.offload.disk.kv_pieces import StoredSequence
 from flexgen_jax.offload.disk.records import Records
 from flexgen_jax.offload.speculation import DraftedTexts
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.policy import GREEDY, SAMPLE, SAMPLE_AND_READ, SCORE, HeadUse
 from flexgen_jax.policy.segments import Segment
 from flexgen_jax.schedule.arrivals import Planned
 from flexgen_jax.schedule.running import Running
@@ -79,14 +78,6 @@ class Batch:
     def tokens_before(self, row: int) -> int:
         """Returns how many tokens of prefixes are before a row's."""
         return 0 if self.before is None else int(self.before[row])
-
-    @property
-    def head(self) -> HeadUse:
-        if self.needs_prompt and self.chooses:
-            return SAMPLE_AND_READ
-        if not self.chooses:
-            return SCORE
-        return SAMPLE if self.sampling else GREEDY
 
     @property
     def chooses(self) -> bool:

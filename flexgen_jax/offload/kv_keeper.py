@@ -21,7 +21,6 @@ from flexgen_jax.offload.disk.kv_store import Draft, KVStore
 from flexgen_jax.offload.kv_cache import BlockArrays, KVCache
 from flexgen_jax.offload.replaced import ReplacedStore
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.policy.policy import SCORE
 from flexgen_jax.schedule.running import LayerState, PromptPart, ReplacedPart, Running
 
 PREFIX_END = -1
@@ -92,7 +91,7 @@ class KVKeeper:
             ]
             self._missing[running] = len(state_parts)
             running.closing.callback(self._missing.pop, running)
-        if running.is_prefix or batch.head == SCORE or batch.most is None:
+        if running.is_prefix or not batch.chooses or batch.most is None:
             return
         # A row that fills up a batch has one token.
         self._texts[running] = BatchTexts(

@@ -38,6 +38,10 @@ class HeadUse:
     name: str
     logit_copies: int
 
+    def reads_prompts(self, gen_len: int) -> bool:
+        """Whether the head needs all tokens of the prompts, with `gen_len` tokens to generate."""
+        return self == SAMPLE_AND_READ or (self == SCORE and gen_len == 1)
+
 
 GREEDY, SAMPLE, SCORE = HeadUse("greedy", 1), HeadUse("sample", 8), HeadUse("score", 3)
 SAMPLE_AND_READ = HeadUse("sample, and read prompts", 9)
@@ -127,7 +131,7 @@ class Workload:
     @property
     def scores_prompts(self) -> bool:
         """Whether the head needs all tokens of the prompts."""
-        return self.head == SAMPLE_AND_READ or (self.head == SCORE and self.gen_len == 1)
+        return self.head.reads_prompts(self.gen_len)
 
     @property
     def typical(self) -> Workload:

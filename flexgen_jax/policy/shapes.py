@@ -9,14 +9,7 @@ from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.policy.drafts import DraftRates
 from flexgen_jax.policy.expert_rates import ExpertRates
 from flexgen_jax.policy.hardware import KernelSizes
-from flexgen_jax.policy.policy import (
-    GREEDY,
-    SAMPLE_AND_READ,
-    SCORE,
-    HeadUse,
-    Policy,
-    Workload,
-)
+from flexgen_jax.policy.policy import GREEDY, HeadUse, Policy, Workload
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,7 @@ class BlockShape:
 
     def _scores_prompt(self, batch: int) -> bool:
         if self.scored is None:
-            return self.head == SAMPLE_AND_READ or (self.head == SCORE and self.gen_len == 1)
+            return self.head.reads_prompts(self.gen_len)
         return batch in self.scored
 
     @classmethod

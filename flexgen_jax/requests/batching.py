@@ -18,9 +18,7 @@ from flexgen_jax.requests.feed import Source
 from flexgen_jax.requests.prefix_sharing import nothing_stored, share
 from flexgen_jax.requests.prefixes import OpenStored, Prefixes, SharedPrefix
 from flexgen_jax.requests.requests import EncodedRequest
-from flexgen_jax.requests.sampling import (
-    adjusting_arrays,
-)
+from flexgen_jax.requests.sampling import adjusting_arrays
 from flexgen_jax.schedule.admission import Admission
 from flexgen_jax.schedule.running import Running
 from flexgen_jax.schedule.shrinking import ENTRY_FRACTION, fewer_rows, rows_beside

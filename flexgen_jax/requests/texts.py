@@ -115,12 +115,8 @@ class TextModel:
 
     @property
     def pooling_defaults(self) -> PoolingDefaults:
-        """How the model's folder turns texts into vectors; raises `UserError` if that is not
-        supported."""
-        defaults = self._model.pooling
-        if defaults.problem is not None:
-            raise UserError(f"no embeddings: {defaults.problem}")
-        return defaults
+        """How the model's folder turns texts into vectors."""
+        return self._model.pooling
 
     @property
     def sampling_defaults(self) -> SamplingDefaults:

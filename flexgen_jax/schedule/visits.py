@@ -81,13 +81,12 @@ class Visits:
 
     def _keys(self, step: Step) -> list[VisitPart]:
         """Returns a step's weights, without experts that are loaded on demand."""
-        parts: list[WeightsPart | CachedPart] = [
-            part
-            for part in self._plan.parts[step.layer]
-            if part.expert is None or not self._loads_chosen(step)
-        ]
+        parts = self._plan.parts[step.layer]
+        if self._loads_chosen(step):
+            parts = tuple(part for part in parts if part.expert is None)
         visit = 0 if self._plan.is_resident else step.visit
-        return [(visit, part) for part in [*parts, *step.batch.shared_parts(step.layer)]]
+        keys: list[VisitPart] = [(visit, part) for part in parts]
+        return keys + [(visit, part) for part in step.batch.shared_parts(step.layer)]
 
     def take(self, step: Step) -> Held:
         """Returns the weights and the prefixes' KV blocks for all equal steps of a visit; the first

@@ -69,8 +69,8 @@ def without_paths(message: str, llm: LLM) -> str:
 def _prompts_of(line: Line, llm: LLM) -> list[Prompt]:
     try:
         return line.prompts_for(llm, datetime.now())
-    except TooLongError as error:
-        raise _too_long(error) from error
+    except TooLongError:
+        raise
     except Exception as error:  # whatever a template does with what a client says
         raise RefusedError(400, without_paths(str(error), llm)) from None
 

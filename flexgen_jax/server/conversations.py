@@ -28,13 +28,18 @@ def in_turns(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
             is_first = before is None or (len(turns) == 1 and before["role"] in INSTRUCTIONS)
             role = before["role"] if before is not None and is_first else role
             role = role if is_first else "user"
-        can_join = role == "user" or role in INSTRUCTIONS
+        contents = [] if before is None else [before["content"], message["content"]]
+        can_join = role in ("user", *INSTRUCTIONS) and all(isinstance(x, str) for x in contents)
         if before is not None and can_join and before["role"] == role:
-            content = f"{before['content']}\n\n{message['content']}"
-            turns[-1] = {**before, "content": content}
+            turns[-1] = {**before, "content": "\n\n".join(contents)}
         else:
             turns.append({**message, "role": role})
     return turns
+
+
+def schema_format(schema: Any) -> dict[str, Any]:
+    """Returns the "response_format" of a conversation whose answer is JSON of a schema."""
+    return {"type": "json_schema", "json_schema": {"schema": schema}}
 
 
 def without_images(content: Any) -> Any:

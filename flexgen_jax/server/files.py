@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,10 @@ class Files:
             return record
         raise RefusedError(404, f"file {file_id!r} does not exist")
 
-    def all(self) -> Iterator[dict[str, Any]]:
-        """Yields the descriptions of all files, newest first."""
+    def all(self) -> list[dict[str, Any]]:
+        """Returns the descriptions of all files."""
         records = map(read_record, self._folder.glob("file-*.json"))
-        descriptions = [record for record in records if record is not None]
-        yield from sorted(descriptions, key=lambda file: -file["created_at"])
+        return [record for record in records if record is not None]
 
     def remove(self, file_id: str) -> None:
         self.get(file_id)

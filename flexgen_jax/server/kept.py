@@ -57,7 +57,7 @@ class Kept:
             return JSONResponse(await asyncio.to_thread(self.files.add, name, "batch", pieces))
 
     async def list_files(self, request: Request) -> Response:
-        data = await asyncio.to_thread(lambda: list(self.files.all()))
+        data = await asyncio.to_thread(self.files.all)
         purpose = request.query_params.get("purpose")
         chosen = [file for file in data if purpose in (None, file["purpose"])]
         return JSONResponse(_page(chosen, request, max_limit=10_000, default=10_000))

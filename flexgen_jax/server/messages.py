@@ -11,7 +11,7 @@ from flexgen_jax.jobs.answers import call_id, finish_reason
 from flexgen_jax.models.text_reader import Piece
 from flexgen_jax.requests.outputs import RequestOutput
 from flexgen_jax.server.bodies import own_id
-from flexgen_jax.server.conversations import without_images
+from flexgen_jax.server.conversations import schema_format, without_images
 from flexgen_jax.server.errors import RefusedError
 from flexgen_jax.server.streams import Event
 
@@ -67,8 +67,7 @@ def _take_output(wishes: Any, chat: dict[str, Any]) -> None:
         chat["reasoning_effort"] = wishes["effort"]
     wish = wishes.get("format")
     if isinstance(wish, dict) and wish.get("type") == "json_schema":
-        schema = {"schema": wish.get("schema")}
-        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+        chat["response_format"] = schema_format(wish.get("schema"))
 
 
 def _function(tool: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from flexgen_jax.jobs.answers import call_id
 from flexgen_jax.models.text_reader import Piece
 from flexgen_jax.requests.outputs import RequestOutput
 from flexgen_jax.server.bodies import own_id
-from flexgen_jax.server.conversations import without_images
+from flexgen_jax.server.conversations import schema_format, without_images
 from flexgen_jax.server.errors import RefusedError
 from flexgen_jax.server.streams import Event
 
@@ -144,7 +144,7 @@ def _take_format(text: Any, chat: dict[str, Any]) -> None:
     if not isinstance(wish, dict) or wish.get("type") == "text":
         return
     if wish.get("type") == "json_schema":
-        wish = {"type": "json_schema", "json_schema": {"schema": wish.get("schema")}}
+        wish = schema_format(wish.get("schema"))
     chat["response_format"] = wish
 
 

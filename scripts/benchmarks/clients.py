@@ -18,7 +18,6 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from statistics import median
@@ -83,24 +82,16 @@ def show(name: str, number: int, texts: Any, seconds: float, **more: Any) -> Non
 
 def server(options: argparse.Namespace) -> None:
     """Serves the model to a process of clients; prints the figures of each pass."""
-    import uvicorn
-
     from flexgen_jax import LLM
-    from flexgen_jax.server.app import Server, ServerOptions
+    from tests.helpers.serving import served
 
-    with LLM(options.model, **json.loads(options.options)) as llm:
-        served = Server(llm, ServerOptions(name="model", lengths=(64, 64)))
-        running = uvicorn.Server(uvicorn.Config(served.app(), port=0, log_level="error"))
-        thread = threading.Thread(target=running.run)
-        thread.start()
-        while not running.started:
-            time.sleep(0.01)
-        port = running.servers[0].sockets[0].getsockname()[1]
-        command = [sys.executable, __file__, "--model", f"http://127.0.0.1:{port}"]
+    with (
+        LLM(options.model, **json.loads(options.options)) as llm,
+        served(llm, lengths=(64, 64)) as (address, _),
+    ):
+        command = [sys.executable, __file__, "--model", address]
         command += ["--kind", "clients", "--passes", str(options.passes), "--part", "ask"]
         subprocess.run([*command, "--requests", str(options.requests)], check=True)
-        running.should_exit = True
-        thread.join()
 
 
 def ask(options: argparse.Namespace) -> None:

@@ -22,13 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
-import uvicorn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from flexgen_jax import LLM, Policy, SamplingParams
-from flexgen_jax.server.app import Server, ServerOptions
 from tests.helpers.models import write_checkpoint
+from tests.helpers.serving import serving
 
 CLIENTS = 64
 POLICY = Policy(batch_size=16, num_batches=2)
@@ -56,15 +55,8 @@ def _under_load(
     model: Path, prompts: list[str], lengths: list[int], right: list[str]
 ) -> Counter[str]:
     """Asks a server; returns how many answers were right, wrong, or not waited for."""
-    with LLM(model, dtype="float32", policy=POLICY) as llm:
-        server = Server(llm, ServerOptions(name="tiny", most=4 * CLIENTS))
-        running = uvicorn.Server(uvicorn.Config(server.app(), port=0, log_level="error"))
-        thread = threading.Thread(target=running.run)
-        thread.start()
-        while not running.started:
-            time.sleep(0.01)
-        port = running.servers[0].sockets[0].getsockname()[1]
-        address = f"http://127.0.0.1:{port}/v1/completions"
+    with serving(model, POLICY, most=4 * CLIENTS) as (root, server):
+        address = f"{root}/v1/completions"
         began, outcomes = time.monotonic(), Counter[str]()
         with httpx.Client(limits=httpx.Limits(max_connections=CLIENTS), timeout=300) as client:
 
@@ -81,8 +73,6 @@ def _under_load(
         while server.engine.running or server.engine.waiting:
             assert time.monotonic() < deadline, "texts of clients that are gone are under way"
             time.sleep(0.05)
-        running.should_exit = True
-        thread.join()
     return outcomes
 
 

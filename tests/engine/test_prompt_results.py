@@ -14,7 +14,7 @@ import pytest
 from flexgen_jax import LLM, Policy, Request, SamplingParams, UserError
 from flexgen_jax.models.pooling import read_pooling
 from flexgen_jax.policy.policy import Placement
-from tests.helpers.models import byte_tokenizer
+from tests.helpers.families import Reference
 
 ROWS = [[5, 6, 7, 8, 9], [10, 11, 12], [40, 41] * 17, [30, 31, 32]]
 POLICIES = {
@@ -32,37 +32,18 @@ POLICIES = {
 }
 
 
-def write_transformers(folder: Path, kind: str) -> Any:
-    """Writes a model without a head, as sentence-transformers has them; returns it."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    torch.manual_seed(3)
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=96,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=96,
-        tie_word_embeddings=True,
-        **({"head_dim": 8} if kind == "Qwen3" else {}),
-    )
-    model = getattr(transformers, f"{kind}Model")(config).eval()
-    model.save_pretrained(folder)
-    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
-    return model
-
-
 def pooled(states: np.ndarray, mode: str) -> np.ndarray:
     return {"last": states[-1], "mean": states.mean(0), "cls": states[0]}[mode]
 
 
-@pytest.mark.parametrize("kind", ["Qwen3", "Llama"])
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize("name", ["resident", "chunks", "disk"])
-def test_vectors_are_those_of_transformers(tmp_path: Path, kind: str, name: str) -> None:
-    model = write_transformers(tmp_path, kind)
-    import torch
-
+def test_vectors_are_those_of_transformers(tmp_path: Path, family: str, name: str) -> None:
+    """Without a head, as sentence-transformers has them."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    model = Reference(tmp_path, family, 0, tie_word_embeddings=True).model.model
+    model.save_pretrained(tmp_path)
     states = [
         model(torch.tensor([row])).last_hidden_state[0].detach().numpy()  # one text at a time
         for row in ROWS

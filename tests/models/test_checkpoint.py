@@ -346,6 +346,7 @@ def test_only_the_model_s_files_are_fetched(
         "b.safetensors",
     ]
     files += ["additional_chat_templates/rag.jinja", "pytorch_model.bin"]
+    files += ["modules.json", "1_Pooling/config.json"]
     fetched: set[str] = set()
 
     def fetch(_: str, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
@@ -366,4 +367,6 @@ def test_only_the_model_s_files_are_fetched(
         "merges.txt",
         "a.safetensors",
         "additional_chat_templates/rag.jinja",
+        "modules.json",
+        "1_Pooling/config.json",
     }

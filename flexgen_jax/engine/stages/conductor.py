@@ -24,7 +24,7 @@ class LedStages(Protocol):
     """The leader's interface to the stages."""
 
     def tell_slot(self, **content: Any) -> None:
-        """Tells all stages of the next slot; see `stage_worker.StageSource.hear`."""
+        """Tells all stages of the next slot; see `worker.StageSource.hear`."""
 
     def result(self, batch: int) -> HeadResult:
         """Returns the last stage's head result for a batch's step; waits for it."""

@@ -294,7 +294,8 @@ class Mlx:
         layer, _, matrix = parts.base.rpartition(".switch_mlp.")
         if len(shape) != 3 or not layer:
             raise parts.refused(".weight", f"has shape {shape}")
-        matrix = MIXTRAL[matrix] if layer.endswith("block_sparse_moe") else matrix
+        if layer.endswith(".block_sparse_moe"):
+            matrix = MIXTRAL.get(matrix, matrix)
         numbers = range(shape[0])
         return {f"{layer}.experts.{n}.{matrix}.weight": cls(parts, n) for n in numbers}
 
