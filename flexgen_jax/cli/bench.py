@@ -198,6 +198,11 @@ def bench_summary(report: Report) -> str:
             f"\ndrafts: {drafts['guessed']} tokens in {drafts['passes']} passes, "
             f"{drafts['accepted']} accepted; {report['tokens_a_pass']:.2f} tokens per pass"
         )
+    cached = report.get("cached_experts", {})
+    experts_note = ""
+    if any(cached.values()):
+        share = cached["hits"] / (cached["hits"] + cached["misses"])
+        experts_note = f"\nexperts: {100 * share:.0f} % of those that had to be copied were cached"
     return (
         f"{report['model']}, {report['num_sequences']} x ({report['prompt_len']} + "
         f"{report['gen_len']}) tokens, {report['dtype']}\n"
@@ -206,7 +211,7 @@ def bench_summary(report: Report) -> str:
         f"not counted: loading weights {report['init_s']:.1f} s, compiling "
         f"{report['compile_s']:.1f} s)\n"
         f"moved: {moved or 'nothing'}\nmoved per decode step: {per_step or 'nothing'}\n"
-        f"busy: {busy}\npeak: {peaks}{device_note}{guesses}"
+        f"busy: {busy}\npeak: {peaks}{device_note}{guesses}{experts_note}"
     )
 
 

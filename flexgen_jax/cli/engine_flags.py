@@ -15,6 +15,7 @@ from flexgen_jax.policy.policy import (
     Policy,
     PolicyError,
 )
+from flexgen_jax.units import parse_bytes
 
 if TYPE_CHECKING:
     from flexgen_jax.engine.llm import LLM
@@ -58,6 +59,10 @@ def build_policy(
         changes["overlap"] = False
     if changes.pop("no_copy_ahead", False):
         changes["copies_ahead"] = False
+    if "expert_cache" in changes:
+        changes["expert_cache_bytes"] = parse_bytes(changes.pop("expert_cache"), "--expert-cache")
+    if "host_experts" in changes:
+        changes["host_experts"] /= 100
     if policy_file != "auto":
         if percent or given:
             raise PolicyError("--policy FILE and placement flags cannot be combined")

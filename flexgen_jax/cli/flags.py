@@ -222,6 +222,19 @@ def _placement_flags(command: Function) -> Function:
                 help="Maximum number of batches that share each load of a layer's weights.",
             ),
             click.option(
+                "--host-experts",
+                type=click.FloatRange(0, 100),
+                metavar="PERCENT",
+                help="Of a layer's chosen experts that are not on the GPU, the percentage that the "
+                "CPU computes instead of copying them; the default without a search is 0.",
+            ),
+            click.option(
+                "--expert-cache",
+                metavar="SIZE",
+                help="GPU memory for copied experts of all layers, e.g. 4GB: those used last stay "
+                "there.",
+            ),
+            click.option(
                 "--schedule",
                 type=click.Choice(list(SCHEDULES)),
                 help="Batch admission. continuous (default): when rows are free; zigzag: a full "

@@ -102,7 +102,9 @@ def plan(
         draft_accepted=draft_accepted,
     )
     problem = replace(problem, max_latency=max_latency, min_throughput=min_throughput)
-    fixed_policy = None if options.is_auto else options.base_policy
+    fixed_policy = None
+    if not options.is_auto:
+        fixed_policy = options.policy_on(problem.setting.unified, config)
     if options.progress:
         click.echo(
             "flexgen-jax: searching for a policy; this may take minutes for large models", err=True

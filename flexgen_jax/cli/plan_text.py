@@ -95,6 +95,7 @@ def _described(plan: Plan) -> dict[str, Any]:
         },
         "binding": plan.binding,
         "busy_s": plan.busy_s,
+        "moved_bytes": plan.moved_bytes,
         "peak_bytes": plan.peak_bytes,
         "written_bytes_a_day": plan.written_a_day,
     }
@@ -115,8 +116,18 @@ def flags_of(policy: Policy, problem: Problem) -> str:
             flags += f" --{name.replace('_', '-')} {getattr(policy, name)}"
     if policy.draft_tokens:
         flags += f" --draft {problem.setting.drafts.name} --draft-tokens {policy.draft_tokens}"
+    if policy.host_experts:
+        flags += f" --host-experts {100 * policy.host_experts:g}"
+    if policy.expert_cache_bytes:
+        flags += f" --expert-cache {policy.expert_cache_bytes}"
     flags += "" if policy.copies_ahead else " --no-copy-ahead"
     return flags + ("" if policy.overlap else " --no-overlap")
+
+
+def _rate(plan: Plan, resource: str) -> str:
+    """Formats the byte/s of a transfer while it is busy, if the resource is one."""
+    nbytes, seconds = plan.moved_bytes.get(resource), plan.busy_s[resource]
+    return f" at {scaled(nbytes / seconds)}B/s" if nbytes and seconds else ""
 
 
 def _shared(work: Workload) -> str:
@@ -144,7 +155,8 @@ def plan_text(problem: Problem, plans: Sequence[Plan], ideas: list[dict[str, Any
         f"decode {plan.decode_s:.1f} s, total {plan.total_s:.1f} s)",
         f"binding: {plan.binding.replace('_', ' ')}; busy: "
         + ", ".join(
-            f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in busy.items()
+            f"{name.replace('_', ' ')} {100 * share:.0f} %{_rate(plan, name)}"
+            for name, share in busy.items()
         ),
     ]
     if plan.policy.draft_tokens:

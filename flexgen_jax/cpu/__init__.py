@@ -1,10 +1,10 @@
 """Compute kernels for the CPU: attention and matrix products. Other packages use only the names
 imported here."""
 
-from flexgen_jax.cpu.backend import CpuKernels, is_cpu, kernels_of_device
+from flexgen_jax.cpu.backend import CpuKernels, is_cpu, kernels_of_cpu, kernels_of_device
 from flexgen_jax.cpu.host_attention import Candidates, HostAttention, HostBlock
 from flexgen_jax.cpu.matmul import multiplies
-from flexgen_jax.cpu.processor import Features, features
+from flexgen_jax.cpu.processor import Features, core_count, features
 
 __all__ = [
     "Candidates",
@@ -12,8 +12,10 @@ __all__ = [
     "Features",
     "HostAttention",
     "HostBlock",
+    "core_count",
     "features",
     "is_cpu",
+    "kernels_of_cpu",
     "kernels_of_device",
     "multiplies",
 ]

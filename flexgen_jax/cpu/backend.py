@@ -119,4 +119,9 @@ def is_cpu() -> bool:
 
 def kernels_of_device() -> DeviceKernels:
     """Returns the kernels for the device on which JAX computes."""
-    return CpuKernels(KernelSizes()) if is_cpu() else kernels_of_gpu(jax.devices()[0])
+    return kernels_of_cpu() if is_cpu() else kernels_of_gpu(jax.devices()[0])
+
+
+def kernels_of_cpu() -> DeviceKernels:
+    """Returns the CPU's kernels, whatever the device is."""
+    return CpuKernels(KernelSizes())

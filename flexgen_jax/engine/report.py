@@ -48,6 +48,8 @@ class Report(TypedDict, total=False):
     # Bytes and seconds by resource, phase and content, with `breakdown`.
     breakdown: list[dict[str, Any]]
     guessed_experts: dict[str, int]
+    # Hits and misses of the device's cache of experts.
+    cached_experts: dict[str, int]
     # Of guessed tokens, see `offload.speculation.Acceptance`; and how many tokens of a text a pass
     # found.
     drafts: dict[str, Any]

@@ -72,6 +72,7 @@ class Session:
         self._report: dict[str, Any] = {}
         self._decode_steps = 0
         self._guessed: dict[str, int] = {}
+        self._cached_experts: dict[str, int] = {}
         self.acceptance = Acceptance()
         self.chosen: dict[int, np.ndarray] = {}
         self._init_s = self._kernels_s = self._compiled_before_s = 0.0
@@ -168,7 +169,7 @@ class Session:
         )
         with self._ledger.reserving("device", run_workspace(self._largest)):
             yield from block.run()
-        self._guessed = block.guessed
+        self._guessed, self._cached_experts = block.guessed, block.cached_experts
         self.acceptance, self.chosen = block.acceptance, block.chosen_experts
 
     def finish(self, num_sequences: int, num_tokens: int, prompts: PromptTokens) -> None:
@@ -202,6 +203,7 @@ class Session:
             "decode_steps": self._decode_steps,
             **self._device.metrics.report(),
             "guessed_experts": self._guessed,
+            "cached_experts": self._cached_experts,
             "drafts": asdict(self.acceptance),
             "tokens_a_pass": self.acceptance.tokens_a_pass,
             "storage_read_bytes": storage_read,

@@ -39,7 +39,7 @@ class WarmUp:
     """Walks the steps of a plan's batches, and asks for their programs."""
 
     def __init__(self, device: Device, plan: BlockPlan) -> None:
-        self._plan, self._spec = plan, device.spec
+        self._device, self._plan, self._spec = device, plan, device.spec
         self._programs, self._of_layers = device.programs, device.layer_programs(plan)
         self._joined_layers = joined_layers(plan)
 
@@ -243,8 +243,13 @@ class WarmUp:
         if layer.experts is None:
             return
         self._get(programs.route, layer, rows=rows, tokens=tokens)
-        self._get(programs.expert, layer, tokens=rows * tokens)
-        program, shape = programs.ending(layer, rows, tokens)
-        self._of_layers.get(program, **shape)
+        self._get(programs.add_experts, layer, tokens=rows * tokens)
+        is_split = bool(self._plan.host_experts) and not is_prompt
+        for places in (1, 2) if is_split else (1,):
+            program, shape = programs.ending(layer, rows, tokens, places)
+            self._of_layers.get(program, **shape)
+        if is_split:
+            of_host = self._device.host_programs
+            of_host.get(programs.add_experts, layer=layer, tokens=rows * tokens)
         if tokens == 1 or not is_prompt:
             self._get(programs.guess, layer, rows=rows, tokens=tokens)

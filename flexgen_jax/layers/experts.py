@@ -129,6 +129,11 @@ def of_best_groups(scores: jax.Array, routing: Routing) -> jax.Array:
     return jnp.where(is_best[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
+MAX_LONE_SIZE = 4
+"""If an expert computes at most this number of tokens at once, as on a CPU, a single token is
+computed alone, in half the time."""
+
+
 def add_expert(
     block: Callable[[jax.Array], jax.Array],
     size: int,
@@ -146,15 +151,24 @@ def add_expert(
     tokens = x.shape[0]
     weight = jnp.where(experts == number, share, 0).sum(-1)
     is_mine = (experts == number).any(-1)
-    steps = (is_mine.sum() + size - 1) // size
-    (mine,) = jnp.nonzero(is_mine, size=-(-tokens // size) * size, fill_value=tokens)
+    count = is_mine.sum()
+    # More places than tokens: XLA moves a body that is the same in all steps out of its loop, and
+    # then computes it for no step, too.
+    places = (-(-tokens // size) + 1) * size
+    (mine,) = jnp.nonzero(is_mine, size=places, fill_value=tokens)
 
-    def some(step: jax.Array, out: jax.Array) -> jax.Array:
+    def add_step(step: jax.Array, out: jax.Array, size: int) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(mine, step * size, size)
         inputs = jnp.take(x, rows, axis=0, mode="fill", fill_value=0)
         weights = jnp.take(weight, rows, mode="fill", fill_value=0)
         weighted = block(inputs).astype(jnp.float32) * weights[:, None]
         return out.at[rows].add(weighted, mode="drop")
 
-    summed: jax.Array = jax.lax.fori_loop(0, steps, some, out)
+    steps = (count + size - 1) // size
+    has_lone = 1 < size <= MAX_LONE_SIZE
+    if has_lone:
+        is_lone = (count == 1).astype(steps.dtype)
+        out = jax.lax.fori_loop(0, is_lone, partial(add_step, size=1), out)
+        steps = steps * (1 - is_lone)
+    summed: jax.Array = jax.lax.fori_loop(0, steps, partial(add_step, size=size), out)
     return summed

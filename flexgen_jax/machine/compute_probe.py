@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -15,7 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.cpu import HostAttention, HostBlock, is_cpu, kernels_of_device
+from flexgen_jax.cpu import (
+    HostAttention,
+    HostBlock,
+    core_count,
+    is_cpu,
+    kernels_of_cpu,
+    kernels_of_device,
+)
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.encoding import encoded
 from flexgen_jax.layers.programs import Programs
@@ -34,6 +42,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 GPU_ROWS = (1, 4, 16, 64, 256)
 """The same for a GPU, which takes hardly longer for many rows than for one."""
 
+HOST_ROWS = (1, 2, 4, 16)
+"""The same for the CPU next to a GPU: many rows are computed on the GPU."""
+
 PREFILLS = ((4, 128), (16, 128), (32, 128))
 """Sequences and tokens of the prefills that are measured, for products of many rows."""
 
@@ -43,6 +54,9 @@ ever more attention."""
 
 CACHES = ((4, 128), (16, 128), (16, 512), (16, 1024))
 """Sequences and tokens of the KV caches whose decode attention is measured."""
+
+READ_BYTES = 128 << 20
+"""Bytes that each core reads to measure the rate of host memory: more than caches hold."""
 
 BLOCK = 32
 """Tokens in a KV block of generated tokens."""
@@ -88,10 +102,17 @@ def rate_of(points: Sequence[tuple[float, float, Sample]]) -> Rate:
 
 
 class ProbedLayer:
-    """The programs of one model's decoder layers in one dtype, and random arrays for them."""
+    """The programs of one model's decoder layers in one dtype, and random arrays for them.
 
-    def __init__(self, config: ModelConfig, dtype: str, copies: int) -> None:
+    copies: layers whose weights are used in turn; on_cpu: the CPU of a machine with a GPU, on which
+    everything is computed then; None for the device.
+    """
+
+    def __init__(
+        self, config: ModelConfig, dtype: str, copies: int, on_cpu: jax.Device | None = None
+    ) -> None:
         self.config, self.dtype, self._copies = config, dtype, copies
+        self._on_cpu = on_cpu
         self._np = numpy_dtype(dtype)
         self._spec = model_spec(config)
         self._layer = self._spec.decoders[0]
@@ -111,7 +132,7 @@ class ProbedLayer:
         self._host.close()
 
     def _array(self, *shape: int) -> jax.Array:
-        array: jax.Array = jax.device_put(np.resize(self._values, shape), jax.devices()[0])
+        array: jax.Array = jax.device_put(np.resize(self._values, shape), self._on_cpu)
         return array
 
     def _hidden(self, batch: int, tokens: int) -> jax.Array:
@@ -127,7 +148,8 @@ class ProbedLayer:
         return [{t.path: kept(t) for t in self._layer.tensors} for _ in range(self._copies)]
 
     def _programs(self, formats: Formats) -> Programs:
-        return Programs(self.config, formats, kernels_of_device())
+        kernels = kernels_of_device() if self._on_cpu is None else kernels_of_cpu()
+        return Programs(self.config, formats, kernels, self._on_cpu)
 
 
 class ComputeProbe(ProbedLayer):
@@ -355,6 +377,14 @@ class ComputeProbe(ProbedLayer):
             elements = 2.0 * array.size
             points.append((elements, elements, timed(partial(program, (array, array)))))
         return rate_of(points)
+
+
+def host_read_rate() -> float:
+    """Measures how fast all cores read host memory together, in byte/s."""
+    parts = [np.ones(READ_BYTES // 8, np.uint64) for _ in range(core_count())]
+    with ThreadPoolExecutor(len(parts)) as pool:
+        seconds = timed(lambda: [*pool.map(np.sum, parts)]).seconds
+    return len(parts) * READ_BYTES / seconds
 
 
 def _checks() -> jax.Array:

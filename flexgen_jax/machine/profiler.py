@@ -21,9 +21,11 @@ import numpy as np
 from flexgen_jax.cpu import features, is_cpu, kernels_of_device
 from flexgen_jax.machine.compute_probe import (
     GPU_ROWS,
+    HOST_ROWS,
     PREFILLS,
     ROWS,
     ComputeProbe,
+    host_read_rate,
     rate_of,
     timed,
 )
@@ -61,7 +63,7 @@ Tell = Callable[[str], object]
 
 def stages(dtype: str) -> int:
     """Returns how many times `measure` calls `tell`."""
-    return 14 if multiplies_integers(dtype) else 12
+    return 12 + 2 * multiplies_integers(dtype) + (not is_cpu())
 
 
 def multiplies_integers(dtype: str) -> bool:
@@ -115,6 +117,11 @@ def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> Hardwar
         next_("fixed costs of a step")
         split = float(np.median([probe.split_s(rows, 128) for rows in (4, 16)]))
         fixed = step_seconds(dtype)
+        host_linear: dict[int, Rate] = {}
+        if not on_cpu:
+            next_("products on the host")
+            host_linear = products_on_host(dtype)
+        host_read = host_read_rate()
         tell("reading while computing")
         contention = beside_computing(probe, disk)
         disk.settle()
@@ -148,8 +155,13 @@ def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> Hardwar
         host_rank=ranks[1],
         step_s=fixed,
         split_s=split,
-        **contention,
+        drag=contention["drag"],
+        slowed=contention["slowed"],
+        prefill_drag=contention["prefill_drag"],
+        prefill_slowed=contention["prefill_slowed"],
         linear_int8=linear_int8,
+        host_linear=host_linear,
+        host_read=host_read,
         sizes=kernels_of_device().sizes,
         about={
             "source": MEASURED,
@@ -159,6 +171,21 @@ def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> Hardwar
             **machine_key(dtype),
         },
     )
+
+
+def products_on_host(dtype: str) -> dict[int, Rate]:
+    """Measures the CPU's products next to a GPU, by bits of the weights; none where JAX has no CPU
+    device."""
+    try:
+        cpu = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return {}
+    with jax.default_device(cpu):
+        probe = ComputeProbe(known_shape("facebook/opt-1.3b"), dtype, copies=4, on_cpu=cpu)
+        try:
+            return {bits: probe.linear(bits, HOST_ROWS, ()) for bits in (16, 8, 4)}
+        finally:
+            probe.close()
 
 
 def measure_in_child(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> HardwareProfile:

@@ -51,6 +51,20 @@ class LayerTensors:
         return tuple(t for t in self.tensors if t.path.startswith(("mlp_norm.", "router")))
 
     @cached_property
+    def shared_paths(self) -> tuple[str, ...]:
+        """Paths of the tensors that all tokens use."""
+        return tuple(tensor.path for tensor in self.tensors if tensor.expert is None)
+
+    @cached_property
+    def expert_tensors(self) -> tuple[tuple[TensorSpec, ...], ...]:
+        """The tensors of each expert, by its number."""
+        experts: dict[int, list[TensorSpec]] = {}
+        for tensor in self.tensors:
+            if tensor.expert is not None:
+                experts.setdefault(tensor.expert, []).append(tensor)
+        return tuple(tuple(experts[number]) for number in sorted(experts))
+
+    @cached_property
     def expert_size(self) -> int:
         """Elements of one expert's tensors."""
         return sum(tensor.size for tensor in self.large if tensor.expert == 0)
@@ -224,6 +238,20 @@ class ModelSpec:
             for tensor in layer.tensors:
                 by_key.setdefault(tensor.key, tensor)
         return by_key
+
+    @cached_property
+    def placed_units(self) -> tuple[list[list[TensorSpec]], list[list[TensorSpec]]]:
+        """The large tensors, each once, in units that lie together: those that all tokens use one
+        by one, and those of each expert."""
+        shared: dict[str, list[TensorSpec]] = {}
+        experts: dict[tuple[int, int], list[TensorSpec]] = {}
+        for layer in self.layers:
+            for tensor in layer.large:
+                if tensor.expert is None:
+                    shared.setdefault(tensor.key, [tensor])
+                else:
+                    experts.setdefault((layer.index, tensor.expert), []).append(tensor)
+        return list(shared.values()), list(experts.values())
 
     @property
     def num_parameters(self) -> int:

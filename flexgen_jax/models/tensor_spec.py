@@ -57,6 +57,12 @@ class TensorSpec:
         and always stay on the device."""
         return len(self.shape) == 1 or self.role in ("router", "state")
 
+    @property
+    def has_host_copy(self) -> bool:
+        """Whether the host has a copy, unless host and device are one: of an expert's biases, since
+        the CPU may compute the expert."""
+        return self.is_small and self.expert is not None
+
     def storage(self, dtype: str, bits: int = 16, is_papers: bool = False) -> Storage:
         """Returns how the tensor is kept.
 

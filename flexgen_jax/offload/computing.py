@@ -13,7 +13,7 @@ from flexgen_jax.offload.batch import BatchSource, Computed, Neighbours, arrays_
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.dispatch import Dispatch, hidden_of
 from flexgen_jax.offload.end_steps import EndSteps
-from flexgen_jax.offload.expert_steps import ExpertSteps, of_experts
+from flexgen_jax.offload.expert_steps import ExpertSteps, shared_weights
 from flexgen_jax.offload.joined_steps import JoinedSteps
 from flexgen_jax.offload.kv_cache import KVCache, LayerCache
 from flexgen_jax.offload.token_steps import TokenSteps
@@ -75,8 +75,8 @@ class Computing:
         self, step: Step, weights: dict[str, Any], inputs: Inputs, shared: Sequence[LayerCache]
     ) -> Computed:
         layer = self._layers[step.layer]
-        weights = self._plain(step, weights) if self._plan.unpacks else weights
-        weights, experts = of_experts(layer, weights)
+        all_weights = self._plain(step, weights) if self._plan.unpacks else weights
+        weights = shared_weights(layer, all_weights)
         if not layer.attends:
             computed = self._mix(step, weights, inputs)
         elif step.token > 0:
@@ -86,7 +86,7 @@ class Computing:
         else:
             computed = self._prefill(step, weights, hidden_of(inputs))
         if layer.experts is not None and not self._plan.only_caches(step.token, step.layer):
-            self.experts.compute(step, weights, experts, computed, inputs.experts)
+            self.experts.compute(step, all_weights, computed, inputs.experts)
         return computed
 
     def _plain(self, step: Step, weights: Any) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.cpu import HostAttention, is_cpu, kernels_of_device
+from flexgen_jax.cpu import HostAttention, is_cpu, kernels_of_cpu, kernels_of_device
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.quantization import Kept, assemble
 from flexgen_jax.models.config import ModelConfig
@@ -55,6 +56,12 @@ class Device:
             sizes=kernels.sizes,
             host_attention=HostAttention(not is_cpu()),
         )
+
+    @cached_property
+    def host_programs(self) -> Programs:
+        """The programs that the CPU runs next to the device, for weights in host memory."""
+        model = self.programs.traceable
+        return Programs(model.config, model.formats, kernels_of_cpu(), self.memories.cpu)
 
     @property
     def metrics(self) -> Metrics:

@@ -62,7 +62,8 @@ class BlockRun:
 
     peaks: those that the batches stay within, None for no limit; neighbours: None unless this run
     is a stage; drafter: guesses tokens, if the policy asks for it. guessed: how many experts were
-    loaded by a guess, and then chosen or not; chosen_experts: how often each was chosen, see
+    loaded by a guess, and then chosen or not; cached_experts: of the device's cache of experts;
+    chosen_experts: how often each was chosen, see
     `ExpertSteps`; acceptance: of guessed tokens.
     """
 
@@ -105,6 +106,7 @@ class BlockRun:
         self._results = Results(on_result, self._keeper)
         self.chosen_experts = self._computing.experts.chosen
         self.guessed: dict[str, int] = {}
+        self.cached_experts: dict[str, int] = {}
         self.acceptance = Acceptance()
         self._pace = Pace(plan.policy.draft_tokens, self.acceptance)
 
@@ -113,7 +115,7 @@ class BlockRun:
         try:
             loop = self._loop()
             yield from loop.steps()
-            self.guessed = loop.guessed
+            self.guessed, self.cached_experts = loop.guessed, loop.cached_experts
         finally:
             with ExitStack() as stack:
                 if self._folder is not None:
@@ -178,6 +180,9 @@ class BlockRun:
 
     def copy(self, load: Load[Any]) -> None:
         load.copy(self._device.memories)
+
+    def wait_read(self, load: Load[Any]) -> None:
+        load.wait_read()
 
     def drop(self, load: Load[Any], is_used: bool) -> None:
         load.drop(is_used)

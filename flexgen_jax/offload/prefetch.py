@@ -68,9 +68,13 @@ class Load(Generic[T]):
     def is_done(self) -> bool:
         return all(read.done() for read in self.reads)
 
+    def wait_read(self) -> None:
+        """Waits for the disk reads."""
+        finish(self.reads, self.what)
+
     def copy(self, memories: Memories) -> None:
         """Waits for the disk reads, then starts the copy to the device."""
-        finish(self.reads, self.what)
+        self.wait_read()
         before = memories.watcher.last("host_to_device")
         self._arriving = memories.to_device(self.tree, self.content, self.what)
         last = memories.watcher.last("host_to_device")

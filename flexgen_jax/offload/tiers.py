@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from flexgen_jax.cpu import is_cpu
+from flexgen_jax.errors import UserError
 from flexgen_jax.models.weight_source import numpy_dtype
 from flexgen_jax.offload.disk.direct_reads import PAGE, whole_pages
 from flexgen_jax.offload.metrics import Content, Link, Metrics
@@ -87,6 +89,24 @@ class Memories:
         if self.unified:
             return tree
         return self._put(tree, "host_to_device", content, name)
+
+    @cached_property
+    def cpu(self) -> jax.Device:
+        """The CPU as JAX's device, whose arrays can lie in host memory."""
+        try:
+            device: jax.Device = jax.local_devices(backend="cpu")[0]
+        except RuntimeError as error:
+            raise UserError(
+                f"experts on the host need JAX's CPU device, which is not there ({error}); set "
+                'JAX_PLATFORMS to "cuda,cpu", or host_experts to 0'
+            ) from None
+        return device
+
+    def of_cpu(self, tree: T) -> T:
+        """Returns arrays of host memory as the CPU's, in the same memory."""
+
+        viewed: T = jax.tree.map(lambda x: jax.device_put(writable_view(x), self.cpu), tree)
+        return viewed
 
     def device_peak_bytes(self) -> int | None:
         """Returns the most bytes that this process has had on the device, by its own count; None

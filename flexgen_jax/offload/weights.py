@@ -97,6 +97,9 @@ class WeightStore:
         self._source = source
         self._tiers = tiers
         self._folder = folder
+        self._memories = device.memories
+        # Tensors in host memory as arrays of the CPU, by key.
+        self._of_cpu: dict[str, Kept] = {}
 
     @property
     def cached(self) -> frozenset[str]:
@@ -116,6 +119,10 @@ class WeightStore:
             tier, storage = self._tiers[tensor.key], self._storage(tensor)
             if tier != "disk":
                 self._tensors.make(tensor.key, storage, tier, partial(self._fill, tensor))
+                if tensor.has_host_copy and not self._memories.unified:
+                    self._tensors.make(
+                        host_copy(tensor.key), storage, "host", partial(self._fill, tensor)
+                    )
                 progress(storage.nbytes)
         on_disk = [tensor for tensor in tensors if self._tiers[tensor.key] == "disk"]
         if on_disk:
@@ -230,6 +237,24 @@ class WeightStore:
         """Returns the tensors of a layer's router, by path."""
         return {tensor.path: self._tensors[tensor.key] for tensor in layer.routing}
 
+    def on_host(self, layer: LayerSpec, number: int, loaded: Mapping[str, Kept]) -> dict[str, Kept]:
+        """Returns an expert's tensors as the CPU's arrays, by path in the expert.
+
+        loaded: those of the layer that are in host memory, by path; they may be in buffers.
+        """
+        return {
+            tensor.own_path: self._as_of_cpu(tensor, loaded)
+            for tensor in layer.expert_tensors[number]
+        }
+
+    def _as_of_cpu(self, tensor: TensorSpec, loaded: Mapping[str, Kept]) -> Kept:
+        if self._tiers[tensor.key] == "disk":
+            return self._memories.of_cpu(loaded[tensor.path])
+        if tensor.key not in self._of_cpu:
+            array = self._tensors[host_copy(tensor.key) if tensor.has_host_copy else tensor.key]
+            self._of_cpu[tensor.key] = self._memories.of_cpu(array)
+        return self._of_cpu[tensor.key]
+
     def resident(self, layer: LayerSpec) -> dict[str, Kept]:
         """Returns a layer's tensors, all in memory, by path."""
         return {tensor.path: self._tensors[tensor.key] for tensor in layer.tensors}
@@ -243,4 +268,10 @@ class WeightStore:
         return self._tensors.load(name, keys, buffers)
 
     def close(self) -> None:
+        self._of_cpu.clear()
         self._tensors.close()
+
+
+def host_copy(key: str) -> str:
+    """Returns the key of a tensor's copy in host memory; see `TensorSpec.has_host_copy`."""
+    return f"{key} on the host"

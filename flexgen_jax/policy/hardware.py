@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from flexgen_jax.errors import UserError
 
-PROFILE_VERSION = 7
+PROFILE_VERSION = 8
 """Version of a profile's JSON; a cached profile of another version is measured again."""
 
 NUM_DISK_RATES = 4
@@ -166,6 +166,10 @@ class HardwareProfile:
     drag: by transfer, the seconds of computing that are lost for one second of the transfer.
     slowed: by transfer, its slowdown during compute.
     prefill_drag, prefill_slowed: the same for prefill, where it differs from decoding.
+    host_linear: by bits of the weights, rows -> FLOP/s of products that the CPU computes next to a
+        GPU, from weights in host memory; empty if it does not.
+    host_read: byte/s of reading host memory, which products of the CPU and copies share; 0 if it is
+        not known.
     sizes: amounts of work that the device's kernels take at once.
     about: where the figures come from.
     """
@@ -196,6 +200,8 @@ class HardwareProfile:
     prefill_slowed: dict[str, float] = field(default_factory=dict)
     disk_range: tuple[float, float] = (1.0, 1.0)
     linear_int8: dict[int, Rate] = field(default_factory=dict)
+    host_linear: dict[int, Rate] = field(default_factory=dict)
+    host_read: float = 0.0
     sizes: KernelSizes = KernelSizes()
     about: dict[str, Any] = field(default_factory=dict)
 

@@ -137,7 +137,8 @@ def _gpu(
     device_memory, host_memory, disk_space: GB; link, bandwidth, host_bandwidth: byte/s; flops:
     dense 16-bit FLOP/s; issued: instructions of threads that begin in a second, 128 for each clock
     of a multiprocessor; disk: GB/s of reading and writing; cost: of the kernels. Matmuls reach 0.6
-    of the FLOP/s, memory reads and copies 0.8 of the bandwidth, CPU attention half of it.
+    of the FLOP/s, memory reads and copies 0.8 of the bandwidth, CPU attention half of it, the CPU's
+    products of few rows 0.6 of it.
     """
     read = 0.8 * bandwidth
     full = Rate(tuple((float(rows), min(rows * read, 0.6 * flops)) for rows in ROWS))
@@ -169,9 +170,23 @@ def _gpu(
         host_rank=Rate.constant(host_bandwidth / 100),
         step_s=0.0002,
         split_s=0.0003,
+        host_linear={bits: _on_host(bits, host_bandwidth) for bits in (16, 8, 4)},
+        host_read=host_bandwidth,
         sizes=KernelSizes.of_gpu(),
         about={"source": "data sheets, not measured"},
     )
+
+
+HOST_FLOPS = 0.8e12
+"""FLOP/s that the CPU's products reach next to a GPU: a guess for eight to sixteen cores with
+vectors of 512 bits."""
+
+
+def _on_host(bits: int, bandwidth: float) -> Rate:
+    """Returns the FLOP/s of the CPU's products with weights in host memory, by rows."""
+    weight_bits = bits if bits == 16 else bits + GROUP_BITS
+    read = 0.6 * bandwidth * 8 / weight_bits
+    return Rate(tuple((float(rows), min(2 * rows * read, HOST_FLOPS)) for rows in ROWS))
 
 
 def _generic_cpu() -> HardwareProfile:
@@ -208,6 +223,9 @@ def _generic_cpu() -> HardwareProfile:
 
 MACHINES: dict[str, Callable[[], HardwareProfile]] = {
     "t4-16gb": _t4,
+    "rtx3060-12gb": lambda: _gpu(
+        "rtx3060-12gb", 12, 64, 1000, 32 * GB, 360 * GB, 51e12, 6.4e12, 45 * GB, (3.0, 2.0)
+    ),
     "rtx3090-24gb": lambda: _gpu(
         "rtx3090-24gb", 24, 125, 1000, 32 * GB, 936 * GB, 71e12, 17.8e12, 80 * GB, (1.6, 1.3)
     ),

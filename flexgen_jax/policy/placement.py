@@ -58,17 +58,16 @@ def place_weights(spec: ModelSpec, dtype: str, policy: Policy) -> dict[str, Tier
     """Returns a tier for every tensor, by key. Biases and norms stay on the device.
 
     In a mixture of experts, weights that every token uses go to the fast tiers first: a
-    token chooses few of the experts.
+    token chooses few of the experts. All tensors of an expert lie together.
     """
     formats = policy.formats(dtype)
     tiers: dict[str, Tier] = {key: "device" for key, t in spec.tensors.items() if t.is_small}
-    large = [tensor for tensor in spec.tensors.values() if not tensor.is_small]
-    groups = [[t for t in large if t.expert is None], [t for t in large if t.expert is not None]]
-    sizes = [[formats.weight(tensor).nbytes for tensor in group] for group in groups]
+    groups = spec.placed_units
+    sizes = [[sum(formats.weight(t).nbytes for t in unit) for unit in group] for group in groups]
     placements = in_order(policy.weights, [sum(each) for each in sizes])
     for group, each, placement in zip(groups, sizes, placements, strict=True):
-        for tensor, tier in zip(group, split(each, placement), strict=True):
-            tiers[tensor.key] = tier
+        for unit, tier in zip(group, split(each, placement), strict=True):
+            tiers |= {tensor.key: tier for tensor in unit}
     return tiers
 
 

@@ -150,6 +150,16 @@ class BlockPlan:
     # Weights
 
     @cached_property
+    def host_experts(self) -> float:
+        """The share of the chosen experts that the CPU computes; see `Policy.host_experts`."""
+        return 0.0 if self.unified else self.policy.host_experts or 0.0
+
+    @cached_property
+    def expert_cache_bytes(self) -> int:
+        """Bytes on the device for copied experts; see `Policy.expert_cache_bytes`."""
+        return 0 if self.unified else self.policy.expert_cache_bytes
+
+    @cached_property
     def tiers(self) -> dict[str, Tier]:
         """The home of every tensor, by key."""
         return place_weights(self.spec, self.dtype, self.policy)
@@ -159,7 +169,9 @@ class BlockPlan:
         """Bytes of all weights in their homes, by tier."""
         held: dict[Tier, int] = dict.fromkeys(TIERS, 0)
         for tensor in self.spec.tensors.values():
-            held[self.tiers[tensor.key]] += self.formats.weight(tensor).nbytes
+            nbytes = self.formats.weight(tensor).nbytes
+            held[self.tiers[tensor.key]] += nbytes
+            held["host"] += nbytes * (tensor.has_host_copy and not self.unified)
         return held
 
     @cached_property

@@ -168,6 +168,12 @@ class Policy:
     without one it is the host, or the device if `LLM` finds that both are one memory and attention
     is not sparse.
 
+    `host_experts` is the fraction of a layer's chosen experts, of those that are not on the device,
+    that the CPU computes where they lie while the others are copied to the device; only where few
+    experts are chosen, as for few sequences. None leaves it to a search; without one it is 0. Where
+    host and device are one, it has no effect. `expert_cache_bytes` is device memory for copied
+    experts, besides those whose home the device is: the last used ones of all layers stay there.
+
     With `attention_sparsity` below 1, each head of a decoding token attends to itself and to this
     fraction of the tokens before it, those with the highest scores (section 5). The values of
     blocks that are not on the device are then never moved to it.
@@ -195,6 +201,8 @@ class Policy:
     attention_sparsity: float = 1.0
     weight_format: WeightFormat = "own"
     draft_tokens: int = 0
+    host_experts: float | None = None
+    expert_cache_bytes: int = 0
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_batches", "kv_block_tokens", "prefill_chunk"):
@@ -220,7 +228,21 @@ class Policy:
                 "attention_sparsity is the fraction of tokens attended to, more than 0 and at "
                 f"most 1 (all), not {fraction:g}"
             )
+        self._check_experts()
         self._check_drafts()
+
+    def _check_experts(self) -> None:
+        nbytes = self.expert_cache_bytes
+        if not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes < 0:
+            raise PolicyError(f"expert_cache_bytes must be an integer from 0, not {nbytes!r}")
+        share = self.host_experts
+        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float)):
+            raise PolicyError(f"host_experts must be a number from 0 to 1, not {share!r}")
+        if share is not None and not 0 <= share <= 1:
+            raise PolicyError(
+                "host_experts is the fraction of the chosen experts that the CPU computes, from 0 "
+                f"to 1, not {share:g}"
+            )
 
     def _check_drafts(self) -> None:
         count = self.draft_tokens

@@ -20,14 +20,25 @@ Part = WeightsPart | CachedPart | ReplacedPart
 """What a load brings to the device."""
 
 
+class ExpertLoads(NamedTuple):
+    """The loads of chosen experts that are not on the device."""
+
+    # Of those that are computed on the device, with their copies under way.
+    copied: Sequence[Handle]
+    # Of those that the CPU computes where they lie, once they are read.
+    on_host: Sequence[Handle]
+
+
 class ChosenExperts(NamedTuple):
     """Experts that are loaded when it is known which are chosen."""
 
-    # Starts loads of those with these numbers, then of those that the next layer is guessed to
-    # choose; returns the loads of the former, as far as they are not on the device.
-    load: Callable[[Collection[int], Collection[int]], Sequence[Handle]]
-    # Whether the next layer's are loaded so, too.
+    # Starts loads of those with these numbers, those that most tokens chose first, then of those
+    # that the next layer is guessed to choose; returns the loads of the former.
+    load: Callable[[Sequence[int], Collection[int]], ExpertLoads]
+    # Whether the next layer's are loaded so, too, from disk, so that a guess helps.
     guesses: bool
+    # Whether the CPU computes some of them.
+    uses_host: bool
     # How many the tokens of this visit can choose, up to this step's, and how many they are
     # expected to, of `total`.
     most: int
@@ -61,8 +72,8 @@ class Inputs(NamedTuple):
 
 
 class Backend(Protocol):
-    """Moves and computes what a `BlockLoop` decides. Only `finish`, `wait`, `copy`, `drop` and
-    `quantize` wait for anything.
+    """Moves and computes what a `BlockLoop` decides. Only `finish`, `wait`, `copy`, `wait_read`,
+    `drop` and `quantize` wait for anything, and `compute` for the CPU's part of a step.
 
     `Running`, `LayerState` and `ReplacedSlot` have a payload for the backend's data of a batch;
     callbacks in `Running.closing` free it.
@@ -81,6 +92,9 @@ class Backend(Protocol):
 
     def copy(self, load: Handle) -> None:
         """Waits for a load's reads, and starts its copy to the device."""
+
+    def wait_read(self, load: Handle) -> None:
+        """Waits for the reads of a load that is not copied: the CPU computes with it."""
 
     def drop(self, load: Handle, is_used: bool) -> None:
         """Ends a load and frees its copy; if no step used it, waits for running transfers."""

@@ -61,6 +61,10 @@ class Loader:
         load.is_copied = True
         self._backend.copy(load.handle)
 
+    def wait_read(self, load: PartLoad) -> None:
+        """Waits for a load's reads."""
+        self._backend.wait_read(load.handle)
+
     def end(self, load: PartLoad, after: int, is_used: bool) -> None:
         """Ends a load; its buffers are free after step number `after`."""
         self._backend.drop(load.handle, is_used)
@@ -68,6 +72,17 @@ class Loader:
             self._ledger.release("device", load.part.copied)
         if load.buffers:
             self._ring.release(load.buffers, after)
+
+    def detach(self, load: PartLoad, after: int) -> None:
+        """Gives back a load's buffers, which step number `after` was the last to use, and the
+        reservation of its copy, for which others have reserved memory."""
+        self._ring.release(load.buffers, after)
+        load.buffers = []
+        self._ledger.release("device", load.part.copied)
+
+    def drop(self, load: PartLoad) -> None:
+        """Frees the copy of a detached load, which steps have used."""
+        self._backend.drop(load.handle, is_used=True)
 
     def close(self) -> None:
         """Ends the loads that were kept."""
@@ -108,9 +123,20 @@ class Stream(Generic[K]):
             self._loader.copy(load)
         return load.handle
 
+    def take_on_host(self, key: K) -> Handle:
+        """Returns a load that the CPU computes with; waits for the disk."""
+        self.prefetch(key)
+        load = self._loads[key]
+        self._loader.wait_read(load)
+        return load.handle
+
     def release(self, key: K, after: int) -> None:
         """Ends a load, which step number `after` was the last to use."""
         self._loader.end(self._loads.pop(key), after, is_used=True)
+
+    def hand_over(self, key: K) -> PartLoad:
+        """Returns a load, which the caller ends."""
+        return self._loads.pop(key)
 
     def rename(self, renamed: Callable[[K], K]) -> None:
         """Gives loads that are for something else now another key, unless that has a load."""

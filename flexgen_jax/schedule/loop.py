@@ -124,6 +124,12 @@ class BlockLoop:
         """How many experts were loaded by guess, and then chosen ("right") or not ("wrong")."""
         return {"right": self._visits.guessed_right, "wrong": self._visits.guessed_wrong}
 
+    @property
+    def cached_experts(self) -> dict[str, int]:
+        """How many chosen experts were in the device's cache of experts, and how many were not."""
+        cache = self._visits.expert_cache
+        return {"hits": cache.hits, "misses": cache.misses}
+
     def run(self) -> int:
         """Computes the steps of all batches until all are finished; returns the most bytes of
         host buffers that there were."""

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from flexgen_jax.policy.parts import WeightsPart
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.schedule.backend import ChosenExperts
+from flexgen_jax.schedule.backend import ChosenExperts, ExpertLoads
 from flexgen_jax.schedule.cache_blocks import CacheBlocks
+from flexgen_jax.schedule.expert_cache import ExpertCache
 from flexgen_jax.schedule.loads import Loader, PartLoad, Stream
 from flexgen_jax.schedule.passes import Handle
 from flexgen_jax.schedule.running import CachedPart, Running
@@ -67,10 +68,13 @@ class Visits:
         self._routed = (-1, 0)
         # The experts of each layer that have to be loaded, by number.
         self._experts: dict[int, dict[int, WeightsPart]] = {}
-        # Those that the steps of the visit have taken, and the visit and the experts of a guess.
+        # Those that the steps of the visit have taken, to the device and on the host, and the visit
+        # and the experts of a guess.
         self._chosen: dict[VisitPart, Handle] = {}
+        self._on_host: dict[VisitPart, Handle] = {}
         self._guessed: tuple[int, set[int]] = (-1, set())
         self.guessed_right = self.guessed_wrong = 0
+        self.expert_cache = ExpertCache(plan.expert_cache_bytes, loader)
 
     def _start(self, key: VisitPart) -> PartLoad:
         part = key[1]
@@ -149,10 +153,14 @@ class Visits:
         if following is not None and following.visit == step.visit:
             return
         for key in self._taken:
-            self._stream.release(key, dispatched)
+            if key in self._chosen and self._plan.expert_cache_bytes:
+                self.expert_cache.keep(self._stream.hand_over(key), dispatched)
+            else:
+                self._stream.release(key, dispatched)
         self._taken.clear()
         self._held.clear()
         self._chosen.clear()
+        self._on_host.clear()
         if self._has_experts[step.layer]:
             alone = self._experts[step.layer].values() if step.layer in self._experts else ()
             parts = (*self._plan.parts[step.layer], *alone)
@@ -171,6 +179,7 @@ class Visits:
         self._taken = {key: None for key in self._taken if key in self._stream}
         self._held.clear()
         self._chosen.clear()
+        self._on_host.clear()
         self._guessed = (-1, set())
         self._read_for = self._copied_for = None  # other visits come next
         self._read_until = -1
@@ -212,37 +221,75 @@ class Visits:
         rows += before if visit == step.visit else 0
         self._routed = (step.visit, rows)
         later = next(iter(self._ahead.visits(step.visit, 1, counts_all=True)), None)
-        guesses = later is not None and self._loads_chosen(later)
+        guesses = later is not None and self._loads_chosen(later) and self._reads_experts(later)
 
-        def load(numbers: Collection[int], guessed: Collection[int]) -> list[Handle]:
-            parts = self._experts_of(step)
-            keys: list[VisitPart] = [(step.visit, parts[n]) for n in numbers if n in parts]
-            new_keys = [key for key in keys if key not in self._chosen]
+        def load(numbers: Sequence[int], guessed: Collection[int]) -> ExpertLoads:
+            away = self._experts_of(step)
+            parts = [away[n] for n in numbers if n in away]
+            hits = self._cached(step.visit, parts)
+            keys: list[VisitPart] = [(step.visit, part) for part in parts if part not in hits]
+            new_keys = [key for key in keys if not self._is_taken(key)]
             self.guessed_right += sum(key in self._stream for key in new_keys)
             for key in new_keys:  # all reads begin before any is waited for
                 self._stream.prefetch(key)
             if guesses and later is not None:
                 self._guess(later, guessed)
             self._taken |= dict.fromkeys(new_keys)
-            for key in new_keys:
+            num_copied = self._num_copied(len(new_keys))
+            for key in new_keys[:num_copied]:
                 self._chosen[key] = self._stream.take(key)
-            return [self._chosen[key] for key in keys]
+            for key in new_keys[num_copied:]:
+                self._on_host[key] = self._stream.take_on_host(key)
+            return ExpertLoads(
+                copied=[
+                    *hits.values(),
+                    *(self._chosen[key] for key in keys if key in self._chosen),
+                ],
+                on_host=[self._on_host[key] for key in keys if key in self._on_host],
+            )
 
         expected = self._rates.chosen(self._plan.spec.layers[step.layer], rows)
         return ChosenExperts(
             load=load,
             guesses=guesses,
+            uses_host=self._plan.host_experts > 0,
             most=min(experts.count, rows * experts.top),
             expected=round(expected),
             total=experts.count,
         )
+
+    def _is_taken(self, key: VisitPart) -> bool:
+        """Returns whether an earlier step of the visit has chosen an expert that was loaded."""
+        return key in self._chosen or key in self._on_host
+
+    def _cached(self, visit: int, parts: Sequence[WeightsPart]) -> dict[WeightsPart, Handle]:
+        """Returns the loads of the chosen experts that the cache has, by part."""
+        if not self._plan.expert_cache_bytes:
+            return {}
+        unknown = [part for part in parts if not self._is_taken((visit, part))]
+        loads = {part: self.expert_cache.take(part) for part in unknown}
+        return {part: load for part, load in loads.items() if load is not None}
+
+    def _num_copied(self, num_new: int) -> int:
+        """Returns how many of the experts that a step is the first to choose in its visit are
+        copied to the device; the CPU computes the others. The share is that of the policy for all
+        of the visit so far, so that no order of choices copies more than a plan expects."""
+        before = len(self._chosen)
+        total = before + len(self._on_host) + num_new
+        copied = total - round(self._plan.host_experts * total)
+        return min(num_new, max(0, copied - before))
+
+    def _reads_experts(self, step: Step) -> bool:
+        """Returns whether some experts of a step's layer lie on disk."""
+        return any(part.layouts for part in self._experts_of(step).values())
 
     def _guess(self, step: Step, numbers: Collection[int]) -> None:
         """Starts to load the experts that a later step is guessed to choose."""
         visit, before = self._guessed
         known = before if visit == step.visit else set[int]()
         parts = self._experts_of(step)
-        for number in [n for n in numbers if n not in known and n in parts]:
+        wanted = [n for n in numbers if n not in known and n in parts]
+        for number in [n for n in wanted if parts[n] not in self.expert_cache]:
             self._stream.prefetch((step.visit, parts[number]))
         self._guessed = (step.visit, known.union(numbers))
 
@@ -255,6 +302,7 @@ class Visits:
 
     def close(self) -> None:
         """Ends all loads."""
+        self.expert_cache.close()
         self._stream.close()
 
 

@@ -156,8 +156,10 @@ def candidates(problem: Problem, centre: Policy | None = None) -> list[Candidate
 
 
 def _batches_of(problem: Problem, policy: Policy) -> Policy:
-    """Returns the policy with the base's `kv_block_tokens`, since `_answer` chooses its own."""
-    return replace(policy, kv_block_tokens=problem.base.kv_block_tokens)
+    """Returns the policy with the base's `kv_block_tokens` and `host_experts`, since `_answer`
+    chooses its own."""
+    base = problem.base
+    return replace(policy, kv_block_tokens=base.kv_block_tokens, host_experts=base.host_experts)
 
 
 def _answer(problem: Problem, policy: Policy) -> Candidate | None:
@@ -166,6 +168,8 @@ def _answer(problem: Problem, policy: Policy) -> Candidate | None:
     Smaller blocks can help because every sequence and layer has an open block in RAM, while full
     ones may be on disk. The search stops when they no longer help.
     """
+    if policy.host_experts is None and problem.setting.config.has_experts:
+        policy = replace(policy, host_experts=problem.costs(policy).host_share())
     best, opened = None, -1
     for tokens in problem.choices.kv_block_tokens:
         largest = max(generated_blocks(problem.workload.gen_len, tokens), default=0)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.policy.hardware import TRANSFERS
 from flexgen_jax.policy.policy import (
     Policy,
@@ -133,7 +134,14 @@ def _weights(costs: Costs, reads_ends: bool) -> tuple[LinearTerm, LinearTerm]:
     )
     ends = costs.end_bytes() / len(costs.spec.decoders)
     read = layer * moves + (ends if reads_ends else 0)
-    return LinearTerm(AWAY_W) * (moves * (layer + ends)), LinearTerm({"wd": float(read)})
+    stays = 0.0
+    if policy.host_experts and not reads_ends:
+        chosen = costs.setting.experts.chosen
+        stays = policy.host_experts * costs.mean(
+            lambda layer: chosen(layer, tokens) * costs.expert_bytes(layer)
+        )
+    copied = moves * (layer - stays + ends)
+    return LinearTerm(AWAY_W) * copied, LinearTerm({"wd": float(read)})
 
 
 class Work(NamedTuple):
@@ -247,7 +255,26 @@ def _decode(costs: Costs, workload: Workload) -> Work:
         fixed += _shared_s(costs, workload, tokens)
     fixed += mean(costs.unpack_s)
     device = LinearTerm({"cg": on_device}, fixed) + LinearTerm(AWAY_C) * moved
-    return Work(links, device, LinearTerm(AWAY_C) * on_host, LinearTerm({"cd": batches * cached}))
+    host = LinearTerm(AWAY_C) * on_host + LinearTerm(AWAY_W) * _host_experts_s(costs)
+    return Work(links, device, host, LinearTerm({"cd": batches * cached}))
+
+
+def _host_experts_s(costs: Costs) -> float:
+    """Returns the seconds in which the CPU computes a layer's experts for all batches, if all lie
+    on the host."""
+    policy, chosen = costs.policy, costs.setting.experts.chosen
+    if not policy.host_experts:
+        return 0.0
+    rows, share = policy.batch_size * policy.pass_tokens, policy.host_experts
+
+    def seconds(layer: LayerSpec) -> float:
+        if layer.experts is None:
+            return 0.0
+        count = share * chosen(layer, rows)
+        copied = (1 - share) * chosen(layer, rows)
+        return costs.host_experts_s(layer, rows, count, copied) + costs.hw.split_s
+
+    return policy.num_batches * costs.mean(seconds)
 
 
 def _combine(costs: Costs, work: Work, is_prefill: bool) -> dict[str, LinearTerm]:
@@ -262,7 +289,7 @@ def _combine(costs: Costs, work: Work, is_prefill: bool) -> dict[str, LinearTerm
     for link in TRANSFERS:
         is_free = unified and link in ("host_to_device", "device_to_host")
         moved = work.moved[link]
-        size = sum(moved.factors.values()) / 2 or 1.0
+        size = min(sum(moved.factors.values()) / 2, costs.tensor_bytes()) or 1.0
         seconds[link] = LinearTerm() if is_free else moved * (1 / getattr(hw, link).at(size))
     seconds["disk_read"] = seconds["disk_read"] + work.cached
     lost = LinearTerm()

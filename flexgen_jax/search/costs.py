@@ -108,6 +108,20 @@ class ModelBytes:
         unchosen = 1 - rates.chosen(layer, rows) / layer.experts.count
         return self.layer_bytes(layer) - nbytes * unchosen
 
+    def tensor_bytes(self) -> float:
+        """Bytes of the tensor that a byte of a decoder layer's weights is in, on average: the size
+        of the operations that move weights."""
+        shapes = [
+            (self.formats.weight(t).nbytes, count * layers)
+            for layer, layers in self.spec.decoder_kinds
+            for t, count in layer.large_shapes
+        ]
+        return sum(n * size * size for size, n in shapes) / sum(n * size for size, n in shapes)
+
+    def expert_bytes(self, layer: LayerSpec) -> int:
+        """Bytes of the large tensors of one of a layer's experts."""
+        return sum(self.formats.weight(t).nbytes for t in layer.large if t.expert == 0)
+
     def end_bytes(self) -> int:
         """Bytes of the large tensors of embedding and head; a shared table counts twice."""
         return sum(self.formats.weight(t).nbytes for t in self._end_tensors())
@@ -172,6 +186,43 @@ class Costs(ModelBytes):
         routed = 2.0 * rows * layer.experts.top * layer.expert_size
         rows_per_expert = rows * layer.experts.top / self.setting.experts.chosen(layer, rows)
         return self._linear.seconds(routed, rows_per_expert)
+
+    def host_experts_s(self, layer: LayerSpec, rows: float, count: float, copied: float) -> float:
+        """Seconds in which the CPU computes `count` of the experts that `rows` tokens choose, while
+        the weights of `copied` others are read for copies to the device."""
+        assert layer.experts is not None, "it has experts"
+        rows_per_expert = rows * layer.experts.top / self.setting.experts.chosen(layer, rows)
+        flops = 2.0 * rows_per_expert * count * layer.expert_size
+        seconds = self.hw.host_linear[self.policy.weight_bits].seconds(flops, rows_per_expert)
+        if not self.hw.host_read:
+            return seconds
+        return max(seconds, (count + copied) * self.expert_bytes(layer) / self.hw.host_read)
+
+    def host_share(self) -> float:
+        """Returns the share of the experts outside of the device that the CPU should compute; 0 if
+        the round trip of the hidden states takes longer than the CPU saves.
+
+        An expert takes t_c seconds on the CPU and t_p seconds to copy. If the CPU computes the share
+        s of m experts, it takes s m t_c seconds, and the copies take (1 - s) m t_p seconds. Both
+        are equal at s = t_p / (t_c + t_p).
+        """
+        policy, hw, rates = self.policy, self.hw, self.setting.experts
+        layer = next((layer for layer in self.spec.decoders if layer.experts is not None), None)
+        if layer is None or self.setting.unified or not hw.host_linear:
+            return 0.0
+        rows = policy.batch_size * policy.pass_tokens
+        batches = policy.num_batches if policy.order.shares_weights else 1
+        if not rates.few_are_chosen(layer, rows * batches):
+            return 0.0
+        chosen, distinct = rates.chosen(layer, rows), rates.chosen(layer, rows * batches)
+        # A copy serves all batches of a visit; the CPU computes an expert for each of them.
+        computed_s = self.host_experts_s(layer, rows, 1, 0) * batches * chosen / distinct
+        nbytes = self.expert_bytes(layer)
+        tensors = sum(tensor.expert == 0 for tensor in layer.large)
+        copied_s = hw.host_to_device.seconds(nbytes, nbytes / tensors)
+        share = copied_s / (computed_s + copied_s)
+        saved_s = distinct * share * copied_s - batches * hw.split_s
+        return round(share, 3) if saved_s > 0 else 0.0
 
     def unpack_s(self, layer: LayerSpec) -> float:
         """Seconds of unpacking a decoder layer's weights for all batches of a visit; 0 if each

@@ -57,6 +57,9 @@ class Idle:
     def copy(self, load: Handle) -> None:
         pass
 
+    def wait_read(self, load: Handle) -> None:
+        pass
+
     def drop(self, load: Handle, is_used: bool) -> None:
         pass
 
@@ -296,9 +299,9 @@ def planned_ledger(plan: BlockPlan) -> Ledger:
 
 
 def run_workspace(plan: BlockPlan) -> int:
-    """Returns a run's device memory besides weights and batches: temporaries, and the drafter, if
-    any."""
-    nbytes = _temporaries(plan)
+    """Returns a run's device memory besides weights and batches: temporaries, the cache of experts,
+    and the drafter, if any."""
+    nbytes = _temporaries(plan) + plan.expert_cache_bytes
     if plan.policy.draft_tokens:
         shape = plan.shape
         lengths = (shape.prefix + tokens + shape.gen_len for tokens in shape.prompt_lens)

@@ -56,7 +56,7 @@ class Plan:
     block_sequences, num_sequences: sequences of one block, and of the workload; prefill_s,
     decode_s, total_s: seconds of all blocks of the workload; latency_s: seconds of one block;
     throughput: generated or scored tokens per second; peak_bytes: computed, by tier; busy_s:
-    seconds by resource; binding: the resource that is busy for the longest time in a block;
+    seconds by resource; moved_bytes: bytes by transfer; binding: the resource that is busy for the longest time in a block;
     written: bytes that are written to the disk, but for weights that are stored once.
     """
 
@@ -69,6 +69,7 @@ class Plan:
     throughput: float
     peak_bytes: dict[Tier, int]
     busy_s: dict[str, float]
+    moved_bytes: dict[str, int]
     binding: str
     written: float
 

@@ -67,13 +67,16 @@ def fitted(
 
 
 def rounded(policy: Policy, solution: Solution) -> Policy:
-    """Returns the policy with a solution's fractions in whole grains, rounded to slower tiers."""
+    """Returns the policy with a solution's fractions in whole grains, rounded to slower tiers. The
+    CPU has no experts to compute if all weights are on the device."""
     placements: dict[str, Any] = {}
     for name, letter in (("weights", "w"), ("cache", "c"), ("activations", "h")):
         shares = solution.fractions
         device = floor(shares[letter + "g"] * GRAIN + 1e-3) / GRAIN
         host = floor((shares[letter + "g"] + shares[letter + "c"]) * GRAIN + 1e-3) / GRAIN
         placements[name] = Placement(device, round(host - device, 6))
+    if policy.host_experts and placements["weights"].device == 1:
+        placements["host_experts"] = 0.0
     return replace(policy, **placements)
 
 

@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import floor
 from statistics import geometric_mean
 
 from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.policy.placement import page_cached
-from flexgen_jax.policy.policy import Policy, Tier
+from flexgen_jax.policy.policy import Placement, Policy, Tier
 from flexgen_jax.policy.shapes import BlockShape
 from flexgen_jax.search.candidates import Candidate, candidates, solution_of
 from flexgen_jax.search.cost_model import block_terms
 from flexgen_jax.search.fit import Budgets
 from flexgen_jax.search.memory import peak_bytes
 from flexgen_jax.search.problem import Plan, Problem
-from flexgen_jax.search.rounding import Peaks, Placed, fitted
+from flexgen_jax.search.rounding import GRAIN, Peaks, Placed, fitted
 from flexgen_jax.search.simulate import Prediction, simulate
 
 CHECKED = 3
@@ -91,6 +92,7 @@ def _plan(
         throughput=num_sequences * problem.workload.typical.tokens_each / (prefill_s + decode_s),
         peak_bytes=needed,
         busy_s={name: sum(block.busy_s[name] for block in blocks) for name in blocks[0].busy_s},
+        moved_bytes={name: sum(block.bytes[name] for block in blocks) for name in blocks[0].bytes},
         binding=blocks[0].binding,
         written=_written(problem, policy) * num_sequences / sequences,
     )
@@ -180,10 +182,43 @@ def _search_once(problem: Problem) -> list[Plan]:
             continue
         looked_at.add(placed.plan.policy)
         plan = _evaluated(problem, placed)
+        cached = _with_expert_cache(problem, placed)
+        if cached is not None:
+            plan = max(plan, _evaluated(problem, cached), key=lambda plan: plan.throughput)
         plans += [plan] if problem.is_met(plan) else []
         if len(plans) == CHECKED or len(looked_at) == 4 * CHECKED:
             break
     return _ranked(problem, plans, {plan.policy: plan.throughput for plan in plans})
+
+
+def _with_expert_cache(problem: Problem, placed: Placed) -> Placed | None:
+    """Returns a plan in which half of the device's experts make room for a cache of experts; None
+    if it does not fit, or if nothing is known of how often experts are chosen: if all are chosen
+    equally often, a cache has no more hits than experts whose home is the device."""
+    plan = placed.plan
+    policy, formats = plan.policy, plan.formats
+    if plan.unified or not plan.setting.experts.shares or policy.expert_cache_bytes:
+        return None
+    shared, experts = (
+        sum(formats.weight(tensor).nbytes for unit in units for tensor in unit)
+        for units in plan.spec.placed_units
+    )
+    total = shared + experts
+    nbytes = int(policy.weights.device * total - shared) // 2
+    if nbytes <= 0 or policy.weights.device == 1:
+        return None
+    device = floor((policy.weights.device - nbytes / total) * GRAIN) / GRAIN
+    host = policy.weights.host + policy.weights.device - device
+    fewer = replace(policy, weights=Placement(device, round(host, 6)))
+    needed = peak_bytes(problem.plan(fewer))
+    allowed = problem.budgets.allowed("device")
+    if allowed is not None:  # more experts on the host also take more room while they are copied
+        nbytes = min(nbytes, allowed - needed["device"])
+    needed["device"] += max(0, nbytes)
+    if nbytes <= 0 or problem.budgets.shortfalls(needed):
+        return None
+    cached = problem.plan(replace(fewer, expert_cache_bytes=nbytes))
+    return Placed(cached, needed, placed.budgets)
 
 
 def _ranked(problem: Problem, plans: list[Plan], scores: Mapping[Policy, float]) -> list[Plan]:
@@ -218,4 +253,8 @@ def _shortlist(problem: Problem, fitting: list[Candidate]) -> list[Candidate]:
         # The simulator decides between the smallest, the fastest and one in the middle.
         first = [close[0], fitting[0], close[len(close) // 2]]
         return first + [c for c in fitting if c not in first]
-    return fitting
+    # Next, the best candidate that differs in using the CPU for experts, or not.
+    best, *others = fitting
+    uses_host = bool(best.policy.host_experts)
+    others.sort(key=lambda c: bool(c.policy.host_experts) == uses_host)
+    return [best, *others[:1], *(c for c in fitting if c not in (best, *others[:1]))]

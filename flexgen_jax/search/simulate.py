@@ -171,6 +171,9 @@ class Simulation:
         else:
             load.ready = clock.move("host_to_device", load.copied, load.ready, load.size)
 
+    def wait_read(self, load: Loading) -> None:
+        self._clock.finish_read(load.read)
+
     def drop(self, load: Loading, is_used: bool) -> None:
         pass
 

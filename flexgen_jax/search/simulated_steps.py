@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from random import Random
 from typing import NamedTuple
 
 from flexgen_jax.policy.plan import BlockPlan
-from flexgen_jax.schedule.backend import Inputs
+from flexgen_jax.schedule.backend import ChosenExperts, Inputs
 from flexgen_jax.schedule.running import LayerState
 from flexgen_jax.schedule.waves import Step
 from flexgen_jax.search.clock import Clock
@@ -14,6 +16,13 @@ from flexgen_jax.search.costs import Costs
 GUESSED = 0.8
 """Share of the chosen experts that the layer before guesses (Eliseev and Mazur 2023, "Fast
 Inference of Mixture-of-Experts Language Models with Offloading", section 3.2)."""
+
+
+NUM_DRAWS = 500
+"""Different draws of experts; further steps use them again, because drawing takes long."""
+
+TINY = 1e-3
+"""The least share of an expert that is drawn."""
 
 
 class Attended(NamedTuple):
@@ -35,6 +44,9 @@ class SimulatedSteps:
         self._projected: dict[Step, float] = {}
         # The visit whose weights are unpacked.
         self._unpacked_for = -1
+        self._random = Random(0)  # noqa: S311 # not for secrets
+        self._drawn: list[Sequence[int]] = []
+        self._num_draws = 0
 
     def compute(self, step: Step, inputs: Inputs) -> float:
         clock, costs = self._clock, self._costs
@@ -81,12 +93,13 @@ class SimulatedSteps:
         rows = step.batch.rows
         here, there, asks_host = self._tokens(step)
         computed = rows * self._plan.policy.pass_tokens
-        routed_s = costs.experts_s(layer, computed) if inputs.experts is not None else 0.0
+        chooses = inputs.experts is not None
+        routed_s = costs.experts_s(layer, computed) if chooses else 0.0
         linear = costs.linear_s(layer, computed) + self._prefix_s(step, computed) - routed_s
         if not asks_host:
             attention = costs.device_attention_s(layer, rows, here)
             routed = clock.compute(fixed + linear + attention, ready)
-            return self._through_experts(inputs, routed, routed_s)
+            return self._through_experts(step, inputs, routed)
         project = costs.project_s(layer, rows)
         projected = self._projected.pop(step, None)
         if projected is None:
@@ -103,19 +116,48 @@ class SimulatedSteps:
         partial = rows * (layer.attention.query_size + layer.attention.num_heads) * 4
         back = clock.pass_by("host_to_device", partial)
         routed = clock.compute(fixed + linear - project + self._hw.split_s, back)
-        return self._through_experts(inputs, routed, routed_s)
+        return self._through_experts(step, inputs, routed)
 
-    def _through_experts(self, inputs: Inputs, routed: float, seconds: float) -> float:
-        """Loads the experts that are chosen, once it is known which, and computes them."""
-        if inputs.experts is None:
-            return routed
-        clock = self._clock
-        clock.wait(routed)
+    def _through_experts(self, step: Step, inputs: Inputs, routed: float) -> float:
+        """Loads the experts that are chosen, once it is known which, and computes them, some of
+        them on the host."""
         experts = inputs.experts
+        if experts is None:
+            return routed
+        clock, costs, layer = self._clock, self._costs, self._layers[step.layer]
+        rows = step.batch.rows * self._plan.policy.pass_tokens
+        clock.wait(routed)
         right = round(GUESSED * experts.expected)
         wrong = range(experts.total - experts.expected + right, experts.total)
-        loads = experts.load(range(experts.expected), [*range(right), *wrong])
-        return clock.compute(seconds, max((load.ready for load in loads), default=routed))
+        loads = experts.load(self._chosen(experts), [*range(right), *wrong])
+        count, on_host = max(1, experts.expected), len(loads.on_host)
+        seconds = costs.experts_s(layer, rows) * (count - on_host) / count
+        copied = max((load.ready for load in loads.copied), default=routed)
+        computed = clock.compute(seconds, copied)
+        if not on_host:
+            return computed
+        hidden = costs.hidden_bytes(rows, 1)
+        host_s = costs.host_experts_s(layer, rows, on_host, len(loads.copied))
+        clock.host_compute(host_s, clock.pass_by("device_to_host", hidden, routed))
+        summed = clock.pass_by("host_to_device", 4 * rows * layer.hidden_size)
+        return clock.compute(self._hw.split_s, max(computed, summed))
+
+    def _chosen(self, experts: ChosenExperts) -> Sequence[int]:
+        """Returns the numbers of a step's experts: drawn by how often each is chosen, if that is
+        known, since the hits of a cache depend on it; else the first ones.
+
+        Weighted draws are by Efraimidis and Spirakis 2006, "Weighted random sampling with a
+        reservoir", section 2.
+        """
+        shares = self._costs.setting.experts.shares
+        if len(shares) != experts.total:
+            return range(experts.expected)
+        self._num_draws += 1
+        if self._num_draws <= NUM_DRAWS:
+            keys = [self._random.random() ** (1 / max(share, TINY)) for share in shares]
+            by_key = sorted(range(experts.total), key=keys.__getitem__, reverse=True)
+            self._drawn.append(by_key)
+        return self._drawn[(self._num_draws - 1) % len(self._drawn)][: experts.expected]
 
     def _tokens(self, step: Step) -> tuple[int, int, bool]:
         """Returns the cached tokens on the device and on the host, and whether the host has

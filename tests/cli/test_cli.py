@@ -308,6 +308,24 @@ def test_a_plans_line_keeps_the_bits_that_a_model_is_published_in() -> None:
     assert "--weight-bits 4" in line
 
 
+def test_a_plan_with_experts_on_the_cpu_can_be_given_as_flags() -> None:
+    asked = ("plan", "--model", "openai/gpt-oss-20b", "--hardware", "rtx3060-12gb")
+    shape = ("--num-sequences", 1, "--prompt-len", 64, "--gen-len", 16)
+    searched = run(*asked, *shape).stdout.splitlines()
+    (line,) = (x for x in searched if x.startswith("policy:"))
+    assert "--host-experts" in line
+    flags = line.removeprefix("policy: ").split()
+    given = run(*asked, *shape, *flags).stdout.splitlines()
+    for name in ("policy:", "predicted:"):
+        assert [x for x in given if x.startswith(name)] == [
+            x for x in searched if x.startswith(name)
+        ]
+    cached = run(*asked, *shape, *flags, "--expert-cache", "64MiB").stdout
+    assert "--expert-cache 67108864" in cached
+    wrong = run(*asked, *shape, *flags, "--expert-cache", "much")
+    assert wrong.exit_code == 2 and "--expert-cache: 'much' is not a size" in wrong.stderr
+
+
 def test_a_plan_needs_no_flags_but_a_machine_that_is_known() -> None:
     assert run("plan", "--hardware", "t4-16gb").exit_code == 0
     assert "hardware nosuch is neither" in run("plan", "--hardware", "nosuch").stderr

@@ -31,6 +31,19 @@ ALL_AT_ONCE = Case(
 """Sinks, compressed caches and recurrent states meet all of these."""
 
 
+EXPERTS_ON_HOST = Case(
+    weights=(0, 60), unified=False, host_experts=0.5, batches=1, has_mixed_lengths=True
+)
+"""The CPU computes experts where they lie, also those that are read from disk, for two rows and
+then for one."""
+
+WITH_EXPERTS = [
+    family
+    for family, (_, variants) in VARIANTS.items()
+    if any("expert" in field or field.startswith("moe_") for field in variants[0])
+]
+
+
 def family_cases() -> list[Any]:
     def named(name: object, family: str, variant: int, case: Case, *marks: Any) -> Any:
         return pytest.param(family, variant, case, id=f"{family}-{variant}-{name}", marks=marks)
@@ -45,12 +58,17 @@ def family_cases() -> list[Any]:
             strict=False,
         )
     )
+    on_host = (
+        named("host", family, 0, EXPERTS_ON_HOST, *[pytest.mark.slow] * (number % 4 > 0))
+        for number, family in enumerate(WITH_EXPERTS)
+    )
     other_modules = zip(("gemma4", "deepseek_v2"), cases(PLACEMENT_AXES, seed=1), strict=False)
     other_caches = ("gpt_oss", "deepseek_v3", "qwen3_5")
     return [
         *(named("placed", family, 0, case) for family, case in quick),
         *(named("placed", family, 1, case) for family, case in other_modules),
         *(named("all", family, 0, ALL_AT_ONCE) for family in other_caches),
+        *on_host,
         *slow,
     ]
 

@@ -73,6 +73,7 @@ class Case:
     prefix: str = "none"
     has_draft: bool = False
     has_mixed_lengths: bool = False
+    host_experts: float = 0.0
     loses: str = "nothing"
 
     def __str__(self) -> str:
@@ -103,6 +104,7 @@ class Case:
             attention=self.attention,
             prefill_chunk=self.chunk,
             kv_block_tokens=BLOCK_TOKENS,
+            host_experts=self.host_experts,
             **LOSSES[self.loses],
         )
 
@@ -127,6 +129,7 @@ PLACEMENT_AXES: dict[str, Sequence[Any]] = {
     "batches": (1, 2),
     "unified": (True, False),
     "attention": ("device", "host"),
+    "host_experts": (0.0, 0.5, 1.0),
 }
 LOSSLESS_AXES: dict[str, Sequence[Any]] = {
     **PLACEMENT_AXES,

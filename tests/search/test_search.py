@@ -48,6 +48,7 @@ def test_profiles_survive_json(name: str, tmp_path: Path) -> None:
 
 SHEETS = {
     "t4-16gb": (65e12, 320e9, 15.8e9),
+    "rtx3060-12gb": (51e12, 360e9, 31.5e9),
     "rtx3090-24gb": (142e12, 936e9, 31.5e9),
     "rtx4090-24gb": (165e12, 1008e9, 31.5e9),
     "a5000-24gb": (111e12, 768e9, 31.5e9),

@@ -13,11 +13,12 @@ from flexgen_jax.layers.programs.ends import embed as embed
 from flexgen_jax.layers.programs.ends import head as head
 from flexgen_jax.layers.programs.ends import pool as pool
 from flexgen_jax.layers.programs.ends import score as score
+from flexgen_jax.layers.programs.experts import add_experts as add_experts
 from flexgen_jax.layers.programs.experts import combine as combine
 from flexgen_jax.layers.programs.experts import combine_beside as combine_beside
 from flexgen_jax.layers.programs.experts import ending as ending
-from flexgen_jax.layers.programs.experts import expert as expert
 from flexgen_jax.layers.programs.experts import guess as guess
+from flexgen_jax.layers.programs.experts import num_experts as num_experts
 from flexgen_jax.layers.programs.experts import route as route
 from flexgen_jax.layers.programs.prompts import finish_chunk as finish_chunk
 from flexgen_jax.layers.programs.prompts import mix as mix

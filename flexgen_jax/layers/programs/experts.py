@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -67,45 +68,72 @@ def guess(model: Traceable, layer: LayerSpec, rows: int, tokens: int = 1) -> Tra
     return Traced(run, (weights, model.hidden(rows, tokens)))
 
 
+MAX_EXPERTS = 8
+"""The most experts of one program: each adds to the time of compiling it."""
+
+
+def num_experts(layer: LayerSpec) -> int:
+    """Returns the number of experts of the program `add_experts`: as many as a token chooses, or an
+    equal part of them.
+
+        8 chosen -> 8;  10 chosen -> 5
+    """
+    top = _experts(layer).top
+    return -(-top // -(-top // MAX_EXPERTS))
+
+
 @program
-def expert(model: Traceable, layer: LayerSpec, tokens: int) -> Traced:
-    """Adds an expert's result: (its weights, the results of `route` without the last, number of the
-    expert, result so far, which is donated) -> result."""
-    experts, hidden = _experts(layer), model.spec.hidden_size
+def add_experts(model: Traceable, layer: LayerSpec, tokens: int) -> Traced:
+    """Adds the results of `num_experts` experts: (weights of each, the results of `route` without
+    the last, numbers of the experts, int32 [expert], result so far, which is donated) -> result. An
+    expert with the number -1 adds nothing and takes no time."""
+    experts, hidden, count = _experts(layer), model.spec.hidden_size, num_experts(layer)
     block = MLP(experts.expert, model.kernels, model.dtype, model.formats.matmul_bits)
     size = experts.rows_at_once(tokens, model.kernels.sizes.expert_rows)
 
-    def run(weights: Weights, *routed: jax.Array) -> jax.Array:
-        return add_expert(partial(apply, block, weights), size, *routed)
+    def run(
+        weights: Sequence[Weights],
+        x: jax.Array,
+        choices: jax.Array,
+        share: jax.Array,
+        numbers: jax.Array,
+        out: jax.Array,
+    ) -> jax.Array:
+        for n, expert_weights in enumerate(weights):
+            of_expert = partial(apply, block, expert_weights)
+            out = add_expert(of_expert, size, x, choices, share, numbers[n], out)
+        return out
 
     arguments = (
-        model.weights(layer, 0),
+        [model.weights(layer, 0)] * count,
         model.array(tokens, hidden),
         ints(tokens, experts.top),
         floats(tokens, experts.top),
-        ints(),
+        ints(count),
         floats(tokens, hidden),
     )
     return Traced(run, arguments, donated=(5,))
 
 
 @program
-def combine(model: Traceable, rows: int, tokens: int) -> Traced:
-    """Ends a layer with experts: (hidden states after attention, checks, result of all experts) ->
-    hidden, checks including this layer."""
+def combine(model: Traceable, rows: int, tokens: int, places: int = 1) -> Traced:
+    """Ends a layer with experts: (hidden states after attention, checks, results of the experts of
+    each of `places`: the device, the host) -> hidden, checks including this layer."""
 
-    def run(hidden: jax.Array, checks: jax.Array, out: jax.Array) -> Any:
-        hidden = hidden + out.reshape(hidden.shape).astype(hidden.dtype)
+    def run(hidden: jax.Array, checks: jax.Array, outs: Sequence[jax.Array]) -> Any:
+        hidden = hidden + _sum(outs).reshape(hidden.shape).astype(hidden.dtype)
         return hidden, _checked_again(checks, hidden)
 
     out = floats(rows * tokens, model.spec.hidden_size)
-    return Traced(run, (model.hidden(rows, tokens), CHECKS, out))
+    return Traced(run, (model.hidden(rows, tokens), CHECKS, [out] * places))
 
 
 @program
-def combine_beside(model: Traceable, layer: LayerSpec, rows: int, tokens: int) -> Traced:
+def combine_beside(
+    model: Traceable, layer: LayerSpec, rows: int, tokens: int, places: int = 1
+) -> Traced:
     """Finishes a layer with experts next to a dense block, which it computes: (weights without
-    theirs, hidden states after attention, checks, result of all experts) -> hidden, checks."""
+    theirs, and the arguments of `combine`) -> hidden, checks."""
     ending = Beside(
         config=model.config,
         spec=_experts(layer),
@@ -114,18 +142,27 @@ def combine_beside(model: Traceable, layer: LayerSpec, rows: int, tokens: int) -
         matmul_bits=model.formats.matmul_bits,
     )
 
-    def run(weights: Weights, hidden: jax.Array, checks: jax.Array, out: jax.Array) -> Any:
-        ended = apply(ending, weights, hidden.reshape(out.shape), out)
+    def run(
+        weights: Weights, hidden: jax.Array, checks: jax.Array, outs: Sequence[jax.Array]
+    ) -> Any:
+        ended = apply(ending, weights, hidden.reshape(outs[0].shape), _sum(outs))
         hidden = ended.reshape(hidden.shape)
         return hidden, _checked_again(checks, hidden)
 
     out = floats(rows * tokens, model.spec.hidden_size)
-    return Traced(run, (model.weights(layer), model.hidden(rows, tokens), CHECKS, out))
+    return Traced(run, (model.weights(layer), model.hidden(rows, tokens), CHECKS, [out] * places))
 
 
-def ending(layer: LayerSpec, rows: int, tokens: int) -> tuple[Program[Any], dict[str, Any]]:
+def _sum(outs: Sequence[jax.Array]) -> jax.Array:
+    first, *others = outs
+    return sum(others, start=first)
+
+
+def ending(
+    layer: LayerSpec, rows: int, tokens: int, places: int = 1
+) -> tuple[Program[Any], dict[str, Any]]:
     """Returns the program that finishes a layer with experts, and its shape arguments."""
-    shape = {"rows": rows, "tokens": tokens}
+    shape = {"rows": rows, "tokens": tokens, "places": places}
     if _experts(layer).routing.is_beside:
         return combine_beside, {"layer": layer, **shape}
     return combine, shape

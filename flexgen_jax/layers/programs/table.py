@@ -89,6 +89,8 @@ class Traceable:
     config: ModelConfig
     formats: Formats
     kernels: Kernels
+    # That the programs run on; None for JAX's default.
+    device: jax.Device | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -201,7 +203,8 @@ def compiled(
     if layer is not None:
         options["layer"] = model.spec.layers[layer]
     function, arguments, donated = kind.build(model, **options)
-    lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+    with jax.default_device(model.device):
+        lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
     is_lone = kind.is_decoding and options["rows"] == options.get("tokens", 1) == 1
     return lowered.compile(compiler_options=model.kernels.compiler_options(model.formats, is_lone))
 
@@ -212,9 +215,15 @@ class Programs:
     Decoder layers of equal shapes share their programs.
     """
 
-    def __init__(self, config: ModelConfig, formats: Formats, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        formats: Formats,
+        kernels: Kernels,
+        device: jax.Device | None = None,
+    ) -> None:
         self.kernels = kernels
-        self._model = _traceable(config, formats, kernels)
+        self._model = _traceable(config, formats, kernels, device)
         self._alike = model_spec(config).alike
         self._needed: dict[Any, int] = {}
         self._compile_s = 0.0
