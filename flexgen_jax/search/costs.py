@@ -202,9 +202,9 @@ class Costs(ModelBytes):
         """Returns the share of the experts outside of the device that the CPU should compute; 0 if
         the round trip of the hidden states takes longer than the CPU saves.
 
-        An expert takes t_c seconds on the CPU and t_p seconds to copy. If the CPU computes the share
-        s of m experts, it takes s m t_c seconds, and the copies take (1 - s) m t_p seconds. Both
-        are equal at s = t_p / (t_c + t_p).
+        An expert takes t_c seconds on the CPU and t_p seconds to copy. If the CPU computes the
+        share s of m experts, it takes s m t_c seconds, and the copies take (1 - s) m t_p seconds.
+        Both are equal at s = t_p / (t_c + t_p).
         """
         policy, hw, rates = self.policy, self.hw, self.setting.experts
         layer = next((layer for layer in self.spec.decoders if layer.experts is not None), None)

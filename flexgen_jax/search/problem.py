@@ -56,8 +56,9 @@ class Plan:
     block_sequences, num_sequences: sequences of one block, and of the workload; prefill_s,
     decode_s, total_s: seconds of all blocks of the workload; latency_s: seconds of one block;
     throughput: generated or scored tokens per second; peak_bytes: computed, by tier; busy_s:
-    seconds by resource; moved_bytes: bytes by transfer; binding: the resource that is busy for the longest time in a block;
-    written: bytes that are written to the disk, but for weights that are stored once.
+    seconds by resource; moved_bytes: bytes by transfer; binding: the resource that is busy for the
+    longest time in a block; written: bytes that are written to the disk, but for weights that are
+    stored once.
     """
 
     policy: Policy
