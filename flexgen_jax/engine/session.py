@@ -122,12 +122,12 @@ class Session:
     @property
     def compile_s(self) -> float:
         """Seconds of compiling so far."""
-        return self._device.programs.compile_s + self._kernels_s
+        return sum(made.compile_s for made in self._device.all_programs) + self._kernels_s
 
     @property
     def num_compiled(self) -> int:
         """Programs that were compiled so far, rather than found in a cache."""
-        return self._device.programs.num_compiled
+        return sum(made.num_compiled for made in self._device.all_programs)
 
     def run(
         self,

@@ -152,8 +152,8 @@ def add_expert(
     weight = jnp.where(experts == number, share, 0).sum(-1)
     is_mine = (experts == number).any(-1)
     count = is_mine.sum()
-    # More places than tokens: XLA moves a body that is the same in all steps out of its loop, and
-    # then computes it for no step, too.
+    # More places than tokens: with a single step, XLA would move the body out of the loop, and run
+    # it even if the number of steps is 0.
     places = (-(-tokens // size) + 1) * size
     (mine,) = jnp.nonzero(is_mine, size=places, fill_value=tokens)
 

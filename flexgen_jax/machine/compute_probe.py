@@ -104,8 +104,8 @@ def rate_of(points: Sequence[tuple[float, float, Sample]]) -> Rate:
 class ProbedLayer:
     """The programs of one model's decoder layers in one dtype, and random arrays for them.
 
-    copies: layers whose weights are used in turn; on_cpu: the CPU of a machine with a GPU, on which
-    everything is computed then; None for the device.
+    copies: layers whose weights are used in turn; on_cpu: the CPU next to a GPU if its programs are
+    measured, None for the programs of the device.
     """
 
     def __init__(

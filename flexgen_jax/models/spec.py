@@ -241,8 +241,8 @@ class ModelSpec:
 
     @cached_property
     def placed_units(self) -> tuple[list[list[TensorSpec]], list[list[TensorSpec]]]:
-        """The large tensors, each once, in units that lie together: those that all tokens use one
-        by one, and those of each expert."""
+        """The large tensors, each once, in units that lie together: a unit for each tensor that all
+        tokens use, and a unit for each expert."""
         shared: dict[str, list[TensorSpec]] = {}
         experts: dict[tuple[int, int], list[TensorSpec]] = {}
         for layer in self.layers:

@@ -64,6 +64,12 @@ class Device:
         return Programs(model.config, model.formats, kernels_of_cpu(), self.memories.cpu)
 
     @property
+    def all_programs(self) -> tuple[Programs, ...]:
+        """The programs of the device, and of the CPU next to it if there are any."""
+        has_host = "host_programs" in self.__dict__  # made at their first use
+        return (self.programs, self.host_programs) if has_host else (self.programs,)
+
+    @property
     def metrics(self) -> Metrics:
         return self.memories.metrics
 

@@ -184,6 +184,9 @@ class BlockRun:
     def wait_read(self, load: Load[Any]) -> None:
         load.wait_read()
 
+    def detach(self, load: Load[Any]) -> None:
+        load.detach()
+
     def drop(self, load: Load[Any], is_used: bool) -> None:
         load.drop(is_used)
 

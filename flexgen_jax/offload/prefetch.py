@@ -84,6 +84,10 @@ class Load(Generic[T]):
         """Puts something that was made of the tree on the device in its place."""
         self._arriving = arriving
 
+    def detach(self) -> None:
+        """Forgets the arrays that it was copied from, which may lie in buffers."""
+        self.tree, self.reads = None, []  # type: ignore[assignment] # nobody reads it any more
+
     def drop(self, is_used: bool) -> None:
         """Frees the copy. If no step used the load, waits for the end of its reads and of the copy,
         since its buffers will be used again."""

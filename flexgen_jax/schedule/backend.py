@@ -39,6 +39,10 @@ class ChosenExperts(NamedTuple):
     guesses: bool
     # Whether the CPU computes some of them.
     uses_host: bool
+    # Numbers of the experts that are not on the device, of this layer and, if it is guessed, of the
+    # next.
+    away: Sequence[int]
+    guessable: Sequence[int]
     # How many the tokens of this visit can choose, up to this step's, and how many they are
     # expected to, of `total`.
     most: int
@@ -95,6 +99,9 @@ class Backend(Protocol):
 
     def wait_read(self, load: Handle) -> None:
         """Waits for the reads of a load that is not copied: the CPU computes with it."""
+
+    def detach(self, load: Handle) -> None:
+        """Forgets the buffers of a load whose copy stays on the device."""
 
     def drop(self, load: Handle, is_used: bool) -> None:
         """Ends a load and frees its copy; if no step used it, waits for running transfers."""

@@ -12,8 +12,8 @@ from flexgen_jax.schedule.passes import Handle
 class ExpertCache:
     """The experts that steps of any layer used last, up to a number of bytes.
 
-    capacity: bytes on the device, which are reserved for the whole run; hits, misses: how many of
-    the chosen experts outside of their home on the device were here, and were not.
+    capacity: bytes on the device, which are reserved for the whole run; hits, misses: how many
+    experts visits found here, and how many they copied.
     """
 
     def __init__(self, capacity: int, loader: Loader) -> None:
@@ -25,15 +25,10 @@ class ExpertCache:
     def __contains__(self, part: WeightsPart) -> bool:
         return part in self._loads
 
-    def take(self, part: WeightsPart) -> Handle | None:
-        """Returns an expert's load for a step; None if it is not here."""
-        load = self._loads.get(part)
-        self.hits += load is not None
-        self.misses += load is None
-        if load is None:
-            return None
+    def take(self, part: WeightsPart) -> Handle:
+        """Returns the load of an expert that is here, for a step."""
         self._loads.move_to_end(part)
-        return load.handle
+        return self._loads[part].handle
 
     def keep(self, load: PartLoad, after: int) -> None:
         """Takes over a copied load, which step number `after` was the last to use."""

@@ -75,7 +75,9 @@ class Loader:
 
     def detach(self, load: PartLoad, after: int) -> None:
         """Gives back a load's buffers, which step number `after` was the last to use, and the
-        reservation of its copy, for which others have reserved memory."""
+        memory that was reserved for its copy. The copy stays in memory that the caller has
+        reserved."""
+        self._backend.detach(load.handle)
         self._ring.release(load.buffers, after)
         load.buffers = []
         self._ledger.release("device", load.part.copied)

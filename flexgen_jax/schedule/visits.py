@@ -74,6 +74,8 @@ class Visits:
         self._on_host: dict[VisitPart, Handle] = {}
         self._guessed: tuple[int, set[int]] = (-1, set())
         self.guessed_right = self.guessed_wrong = 0
+        # The experts of the visit that the cache had.
+        self._hits = set[WeightsPart]()
         self.expert_cache = ExpertCache(plan.expert_cache_bytes, loader)
 
     def _start(self, key: VisitPart) -> PartLoad:
@@ -161,6 +163,7 @@ class Visits:
         self._held.clear()
         self._chosen.clear()
         self._on_host.clear()
+        self._hits.clear()
         if self._has_experts[step.layer]:
             alone = self._experts[step.layer].values() if step.layer in self._experts else ()
             parts = (*self._plan.parts[step.layer], *alone)
@@ -236,6 +239,8 @@ class Visits:
                 self._guess(later, guessed)
             self._taken |= dict.fromkeys(new_keys)
             num_copied = self._num_copied(len(new_keys))
+            if self._plan.expert_cache_bytes:
+                self.expert_cache.misses += num_copied
             for key in new_keys[:num_copied]:
                 self._chosen[key] = self._stream.take(key)
             for key in new_keys[num_copied:]:
@@ -252,6 +257,8 @@ class Visits:
         return ChosenExperts(
             load=load,
             guesses=guesses,
+            away=tuple(self._experts_of(step)),
+            guessable=tuple(self._experts_of(later)) if guesses and later is not None else (),
             uses_host=self._plan.host_experts > 0,
             most=min(experts.count, rows * experts.top),
             expected=round(expected),
@@ -267,13 +274,16 @@ class Visits:
         if not self._plan.expert_cache_bytes:
             return {}
         unknown = [part for part in parts if not self._is_taken((visit, part))]
-        loads = {part: self.expert_cache.take(part) for part in unknown}
-        return {part: load for part, load in loads.items() if load is not None}
+        hits = {part: self.expert_cache.take(part) for part in unknown if part in self.expert_cache}
+        self.expert_cache.hits += len(hits.keys() - self._hits)
+        self._hits |= hits.keys()
+        return hits
 
     def _num_copied(self, num_new: int) -> int:
         """Returns how many of the experts that a step is the first to choose in its visit are
-        copied to the device; the CPU computes the others. The share is that of the policy for all
-        of the visit so far, so that no order of choices copies more than a plan expects."""
+        copied to the device; the CPU computes the others. The policy's
+        share holds for all experts of the visit so far: rounding it at each step could copy more
+        experts than were planned."""
         before = len(self._chosen)
         total = before + len(self._on_host) + num_new
         copied = total - round(self._plan.host_experts * total)

@@ -136,9 +136,9 @@ def _weights(costs: Costs, reads_ends: bool) -> tuple[LinearTerm, LinearTerm]:
     read = layer * moves + (ends if reads_ends else 0)
     stays = 0.0
     if policy.host_experts and not reads_ends:
-        chosen = costs.setting.experts.chosen
-        stays = policy.host_experts * costs.mean(
-            lambda layer: chosen(layer, tokens) * costs.expert_bytes(layer)
+        chosen, share = costs.setting.experts.chosen, costs.planned_host_share
+        stays = costs.mean(
+            lambda layer: share(layer, tokens) * chosen(layer, tokens) * costs.expert_bytes(layer)
         )
     copied = moves * (layer - stays + ends)
     return LinearTerm(AWAY_W) * copied, LinearTerm({"wd": float(read)})
@@ -265,10 +265,11 @@ def _host_experts_s(costs: Costs) -> float:
     policy, chosen = costs.policy, costs.setting.experts.chosen
     if not policy.host_experts:
         return 0.0
-    rows, share = policy.batch_size * policy.pass_tokens, policy.host_experts
+    rows = policy.batch_size * policy.pass_tokens
 
     def seconds(layer: LayerSpec) -> float:
-        if layer.experts is None:
+        share = costs.planned_host_share(layer, rows * policy.num_batches)
+        if not share:
             return 0.0
         count = share * chosen(layer, rows)
         copied = (1 - share) * chosen(layer, rows)

@@ -109,8 +109,8 @@ class ModelBytes:
         return self.layer_bytes(layer) - nbytes * unchosen
 
     def tensor_bytes(self) -> float:
-        """Bytes of the tensor that a byte of a decoder layer's weights is in, on average: the size
-        of the operations that move weights."""
+        """Returns the mean size of a decoder layer's tensors, weighted by their bytes: most bytes
+        move in operations of about this size."""
         shapes = [
             (self.formats.weight(t).nbytes, count * layers)
             for layer, layers in self.spec.decoder_kinds
@@ -193,10 +193,19 @@ class Costs(ModelBytes):
         assert layer.experts is not None, "it has experts"
         rows_per_expert = rows * layer.experts.top / self.setting.experts.chosen(layer, rows)
         flops = 2.0 * rows_per_expert * count * layer.expert_size
-        seconds = self.hw.host_linear[self.policy.weight_bits].seconds(flops, rows_per_expert)
+        rate = self.hw.host_linear.get(self.policy.weight_bits)
+        if rate is None:  # as fast as the CPU reads a KV cache
+            seconds = flops / (2 * rows_per_expert * self.hw.host_attention[16].points[-1][1])
+        else:
+            seconds = rate.seconds(flops, rows_per_expert)
         if not self.hw.host_read:
             return seconds
         return max(seconds, (count + copied) * self.expert_bytes(layer) / self.hw.host_read)
+
+    def planned_host_share(self, layer: LayerSpec, rows: float) -> float:
+        """Returns the share of a layer's experts that the CPU computes if `rows` tokens choose."""
+        share = 0.0 if self.setting.unified else self.policy.host_experts or 0.0
+        return share if self.setting.experts.few_are_chosen(layer, rows) else 0.0
 
     def host_share(self) -> float:
         """Returns the share of the experts outside of the device that the CPU should compute; 0 if

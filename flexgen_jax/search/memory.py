@@ -60,13 +60,17 @@ class Idle:
     def wait_read(self, load: Handle) -> None:
         pass
 
+    def detach(self, load: Handle) -> None:
+        pass
+
     def drop(self, load: Handle, is_used: bool) -> None:
         pass
 
     def compute(self, step: Step, inputs: Inputs) -> Handle:
         experts = inputs.experts
         if experts is not None:  # the guesses are all wrong
-            experts.load(range(experts.most), range(experts.total - experts.most, experts.total))
+            most = experts.most
+            experts.load(experts.away[:most], experts.guessable[-most:])
 
     def finish(self, step: Step, computed: Handle) -> int | None:
         return None
@@ -109,6 +113,9 @@ def peak_bytes(
     is_too_much: whether peaks that the plan has at least make an exact answer needless; they are
     returned then.
     """
+    cache_bytes = plan.expert_cache_bytes
+    if cache_bytes:  # as full as it may be, and without a hit
+        plan = replace(plan, policy=replace(plan.policy, expert_cache_bytes=0))
     prefixes = [running for running in block_of(plan) if running.is_prefix]
     batches = [running for running in block_of(plan) if not running.is_prefix]
     tokens, allowed = _telling_tokens(plan, batches)
@@ -120,6 +127,7 @@ def peak_bytes(
     peaks: dict[Tier, int] = dict.fromkeys(TIERS, 0)
     for arrivals in _orders_of_arrival(plan, tokens):
         run = dry_run(plan, dict.fromkeys(tokens, 1), arrivals)
+        run["device"] += cache_bytes
         peaks = {tier: max(peaks[tier], run[tier] + allowed.get(tier, 0)) for tier in TIERS}
         if is_too_much(peaks):
             break

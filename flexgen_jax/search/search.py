@@ -188,13 +188,28 @@ def _search_once(problem: Problem) -> list[Plan]:
         plans += [plan] if problem.is_met(plan) else []
         if len(plans) == CHECKED or len(looked_at) == 4 * CHECKED:
             break
-    return _ranked(problem, plans, {plan.policy: plan.throughput for plan in plans})
+    ranked = _ranked(problem, plans, {plan.policy: plan.throughput for plan in plans})
+    return _with_all_copied(problem, ranked)
+
+
+def _with_all_copied(problem: Problem, plans: list[Plan]) -> list[Plan]:
+    """Returns plans, the best first, with one more if the best computes experts on the CPU although
+    copying all of them is faster."""
+    if not plans or not plans[0].policy.host_experts or problem.base.host_experts is not None:
+        return plans
+    plan = problem.plan(replace(plans[0].policy, host_experts=0.0))
+    needed = peak_bytes(plan)
+    if problem.budgets.shortfalls(needed):
+        return plans
+    copied = _evaluated(problem, Placed(plan, needed, problem.budgets))
+    is_better = copied.throughput > plans[0].throughput and problem.is_met(copied)
+    return [copied, *plans] if is_better else plans
 
 
 def _with_expert_cache(problem: Problem, placed: Placed) -> Placed | None:
     """Returns a plan in which half of the device's experts make room for a cache of experts; None
     if it does not fit, or if nothing is known of how often experts are chosen: if all are chosen
-    equally often, a cache has no more hits than experts whose home is the device."""
+    equally often, a cache saves no more copies than experts that always stay on the device."""
     plan = placed.plan
     policy, formats = plan.policy, plan.formats
     if plan.unified or not plan.setting.experts.shares or policy.expert_cache_bytes:

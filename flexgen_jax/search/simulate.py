@@ -174,6 +174,9 @@ class Simulation:
     def wait_read(self, load: Loading) -> None:
         self._clock.finish_read(load.read)
 
+    def detach(self, load: Loading) -> None:
+        pass
+
     def drop(self, load: Loading, is_used: bool) -> None:
         pass
 

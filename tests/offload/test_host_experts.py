@@ -16,11 +16,17 @@ from flexgen_jax.models.families import read_config
 from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tensor_spec import Formats
 from flexgen_jax.policy.expert_rates import ExpertRates
-from flexgen_jax.policy.hardware import HardwareProfile, Rate
+from flexgen_jax.policy.hardware import HardwareProfile, KernelSizes, Rate
+from flexgen_jax.policy.machines import known_machine
 from flexgen_jax.policy.placement import place_weights
+from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import PolicyError, Workload
 from flexgen_jax.policy.shapes import BlockShape, Setting
+from flexgen_jax.schedule.backend import Inputs
+from flexgen_jax.schedule.loop import BlockLoop
+from flexgen_jax.schedule.waves import Step
 from flexgen_jax.search.fit import Budgets
+from flexgen_jax.search.memory import Idle, peak_bytes, planned_ledger
 from flexgen_jax.search.problem import Choices, Problem
 from flexgen_jax.search.search import search
 from flexgen_jax.search.simulate import simulate
@@ -231,6 +237,51 @@ def test_simulated_steps_overlap_both_places(share: float, read: float) -> None:
     spared = moved.bytes["host_to_device"] - simulate(costs, plan).bytes["host_to_device"]
     hidden = 4 * layer.hidden_size
     assert spared == steps * (count * expert_bytes() - hidden)
+
+
+@pytest.mark.parametrize("weights", [(50, 50), (70, 30), (50, 0)])
+def test_peaks_hold_for_experts_that_all_lie_elsewhere(weights: tuple[int, int]) -> None:
+    """A dry run chooses experts outside of the device, as many as a step can choose."""
+    many = read_config(RAW | {"num_local_experts": 32})
+    policy = Policy.from_percent(*weights, 100, 0, 100, 0, batch_size=1)
+    shape = BlockShape((1,), (4,), 2000)  # its cache is largest while it decodes
+    plan = BlockPlan(Setting(many, "float32", False, KernelSizes()), policy, shape)
+    ledger = planned_ledger(plan)
+    chosen: list[int] = []
+
+    class Unlucky(Idle):
+        def compute(self, step: Step, inputs: Inputs) -> None:
+            if inputs.experts is not None:
+                loads = inputs.experts.load(inputs.experts.away[-2:], inputs.experts.guessable[:2])
+                chosen.append(len(loads.copied))
+
+    BlockLoop(plan, Unlucky(), ledger, {0: 1, 1: 1, 1998: 1, 1999: 1}, across_skipped=False).run()
+    assert set(chosen) == {2}
+    planned = peak_bytes(plan)
+    assert all(ledger.peak[tier] <= planned[tier] for tier in planned)
+
+
+def test_peaks_count_a_cache_that_has_no_hits() -> None:
+    policy = Policy.from_percent(0, 100, 100, 0, 100, 0, batch_size=1)
+    cached = replace(policy, expert_cache_bytes=3 * expert_bytes())
+    plain, full = (
+        peak_bytes(costs_of(config(), "float32", each).plan(BlockShape((1,), (16,), NEW)))
+        for each in (policy, cached)
+    )
+    assert full["device"] == plain["device"] + 3 * expert_bytes()
+    assert full["host"] == plain["host"]
+
+
+def test_a_machine_without_rates_of_the_cpu_can_be_simulated() -> None:
+    """Its CPU multiplies as fast as it reads a KV cache; a search leaves it nothing to compute."""
+    policy = Policy.from_percent(0, 100, 100, 0, 100, 0, batch_size=1, host_experts=1.0)
+    hw = known_machine("t4-16gb")
+    costs = costs_of(config(), "float16", policy, hw)
+    layer = costs.spec.decoders[0]
+    rate = 2 * hw.host_attention[16].at(1)
+    assert costs.host_experts_s(layer, 1, 1, 0) == pytest.approx(2 * layer.expert_size / rate)
+    assert simulate(costs, costs.plan(BlockShape((1,), (16,), NEW))).busy_s["host_compute"] > 0
+    assert costs.host_share() == 0
 
 
 def test_a_search_gives_the_cpu_its_share() -> None:
