@@ -63,7 +63,8 @@ class ExpertSteps:
             for number in numbers
             if number not in there
         }
-        outs = [add_experts(self._programs, layer, on_device, routed, out)]
+        as_array = self._device.memories.numbers  # kept there: a copy would wait behind weights
+        outs = [add_experts(self._programs, layer, on_device, routed, as_array, out)]
         if there:
             outs.append(self._on_host(layer, loaded, routed))
         program, shape = programs.ending(layer, rows, tokens, places=len(outs))

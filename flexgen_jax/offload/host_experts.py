@@ -6,7 +6,7 @@ states come to the host, and the sum of the experts' results returns to the devi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ class HostExperts:
         try:
             of_experts = {n: self._weights.on_host(layer, n, loaded) for n in numbers}
             out = np.zeros(routed[0].shape, np.float32)
-            added = add_experts(self._programs, layer, of_experts, routed, out)
+            added = add_experts(self._programs, layer, of_experts, routed, np.int32, out)
             return np.asarray(added)
         finally:
             self._metrics.end(operation)
@@ -53,11 +53,13 @@ def add_experts(
     layer: LayerSpec,
     weights: Mapping[int, Weights],
     routed: Sequence[Any],
+    as_array: Callable[[int], Any],
     out: Any,
 ) -> Any:
     """Returns `out` with the results of some experts, several by one program.
 
-    weights: of each expert, by its number; routed: the results of `route` without the last.
+    weights: of each expert, by its number; routed: the results of `route` without the last;
+    as_array: makes an int32 [] of a number where the programs run.
     """
     add = compiled.get(programs.add_experts, layer=layer, tokens=len(routed[0]))
     count, numbers = programs.num_experts(layer), sorted(weights)
@@ -65,5 +67,5 @@ def add_experts(
         group = numbers[start : start + count]
         padding = count - len(group)
         arrays = [weights[number] for number in (*group, *group[:1] * padding)]
-        out = add(arrays, *routed, np.array((*group, *(-1,) * padding), np.int32), out)
+        out = add(arrays, *routed, [as_array(n) for n in (*group, *(-1,) * padding)], out)
     return out

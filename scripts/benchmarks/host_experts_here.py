@@ -112,7 +112,7 @@ def computing_rates(config: ModelConfig) -> dict[int, float]:
         choices = np.arange(tokens * top, dtype=np.int32).reshape(tokens, top)
         choices %= layer.experts.count
         share = np.full((tokens, top), 1 / top, np.float32)
-        numbers, turn = np.arange(top, dtype=np.int32), count()
+        numbers, turn = [np.int32(n) for n in range(top)], count()
 
         def step() -> Any:
             out = np.zeros((tokens, hidden), np.float32)  # noqa: B023
@@ -165,7 +165,7 @@ def handing_over_seconds(config: ModelConfig) -> float:
     )
     weights = [expert_weights(config, 0, cpu)] * programs.num_experts(layer)
     top, hidden = layer.experts.top, layer.hidden_size
-    nothing = np.full(programs.num_experts(layer), -1, np.int32)
+    nothing = [np.int32(-1)] * programs.num_experts(layer)
     routed = jax.device_put(
         (
             jnp.zeros((1, hidden), DTYPE),

@@ -85,8 +85,8 @@ def num_experts(layer: LayerSpec) -> int:
 @program
 def add_experts(model: Traceable, layer: LayerSpec, tokens: int) -> Traced:
     """Adds the results of `num_experts` experts: (weights of each, the results of `route` without
-    the last, numbers of the experts, int32 [expert], result so far, which is donated) -> result. An
-    expert with the number -1 adds nothing and takes no time."""
+    the last, the number of each, result so far, which is donated) -> result. An expert with the
+    number -1 adds nothing and takes no time."""
     experts, hidden, count = _experts(layer), model.spec.hidden_size, num_experts(layer)
     block = MLP(experts.expert, model.kernels, model.dtype, model.formats.matmul_bits)
     size = experts.rows_at_once(tokens, model.kernels.sizes.expert_rows)
@@ -96,12 +96,12 @@ def add_experts(model: Traceable, layer: LayerSpec, tokens: int) -> Traced:
         x: jax.Array,
         choices: jax.Array,
         share: jax.Array,
-        numbers: jax.Array,
+        numbers: Sequence[jax.Array],
         out: jax.Array,
     ) -> jax.Array:
-        for n, expert_weights in enumerate(weights):
+        for number, expert_weights in zip(numbers, weights, strict=True):
             of_expert = partial(apply, block, expert_weights)
-            out = add_expert(of_expert, size, x, choices, share, numbers[n], out)
+            out = add_expert(of_expert, size, x, choices, share, number, out)
         return out
 
     arguments = (
@@ -109,7 +109,7 @@ def add_experts(model: Traceable, layer: LayerSpec, tokens: int) -> Traced:
         model.array(tokens, hidden),
         ints(tokens, experts.top),
         floats(tokens, experts.top),
-        ints(count),
+        [ints()] * count,
         floats(tokens, hidden),
     )
     return Traced(run, arguments, donated=(5,))
