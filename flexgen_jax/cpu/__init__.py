@@ -1,7 +1,13 @@
 """Compute kernels for the CPU: attention and matrix products. Other packages use only the names
 imported here."""
 
-from flexgen_jax.cpu.backend import CpuKernels, is_cpu, kernels_of_cpu, kernels_of_device
+from flexgen_jax.cpu.backend import (
+    CpuKernels,
+    cpu_device,
+    is_cpu,
+    kernels_of_cpu,
+    kernels_of_device,
+)
 from flexgen_jax.cpu.host_attention import Candidates, HostAttention, HostBlock
 from flexgen_jax.cpu.matmul import multiplies
 from flexgen_jax.cpu.processor import Features, core_count, features
@@ -13,6 +19,7 @@ __all__ = [
     "HostAttention",
     "HostBlock",
     "core_count",
+    "cpu_device",
     "features",
     "is_cpu",
     "kernels_of_cpu",

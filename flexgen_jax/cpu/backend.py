@@ -117,6 +117,15 @@ def is_cpu() -> bool:
     return bool(jax.devices()[0].platform == "cpu")
 
 
+def cpu_device() -> jax.Device | None:
+    """Returns the CPU as JAX's device; None if JAX was started without it."""
+    try:
+        device: jax.Device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+    return device
+
+
 def kernels_of_device() -> DeviceKernels:
     """Returns the kernels for the device on which JAX computes."""
     return kernels_of_cpu() if is_cpu() else kernels_of_gpu(jax.devices()[0])

@@ -55,8 +55,8 @@ ever more attention."""
 CACHES = ((4, 128), (16, 128), (16, 512), (16, 1024))
 """Sequences and tokens of the KV caches whose decode attention is measured."""
 
-READ_BYTES = 128 << 20
-"""Bytes that each core reads to measure the rate of host memory: more than caches hold."""
+READ_BYTES = 1 << 30
+"""Bytes that all cores read together to measure the rate of host memory: more than caches hold."""
 
 BLOCK = 32
 """Tokens in a KV block of generated tokens."""
@@ -381,10 +381,10 @@ class ComputeProbe(ProbedLayer):
 
 def host_read_rate() -> float:
     """Measures how fast all cores read host memory together, in byte/s."""
-    parts = [np.ones(READ_BYTES // 8, np.uint64) for _ in range(core_count())]
+    parts = np.array_split(np.ones(READ_BYTES // 8, np.uint64), core_count())
     with ThreadPoolExecutor(len(parts)) as pool:
         seconds = timed(lambda: [*pool.map(np.sum, parts)]).seconds
-    return len(parts) * READ_BYTES / seconds
+    return READ_BYTES / seconds
 
 
 def _checks() -> jax.Array:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.cpu import features, is_cpu, kernels_of_device
+from flexgen_jax.cpu import cpu_device, features, is_cpu, kernels_of_device
 from flexgen_jax.machine.compute_probe import (
     GPU_ROWS,
     HOST_ROWS,
@@ -117,11 +117,10 @@ def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> Hardwar
         next_("fixed costs of a step")
         split = float(np.median([probe.split_s(rows, 128) for rows in (4, 16)]))
         fixed = step_seconds(dtype)
-        host_linear: dict[int, Rate] = {}
+        host_linear, host_read = dict[int, Rate](), 0.0
         if not on_cpu:
             next_("products on the host")
-            host_linear = products_on_host(dtype)
-        host_read = host_read_rate()
+            host_linear, host_read = products_on_host(dtype), host_read_rate()
         tell("reading while computing")
         contention = beside_computing(probe, disk)
         disk.settle()
@@ -176,9 +175,8 @@ def measure(dtype: str, offload_dir: Path, unified: bool, tell: Tell) -> Hardwar
 def products_on_host(dtype: str) -> dict[int, Rate]:
     """Measures the CPU's products next to a GPU, by bits of the weights; none where JAX has no CPU
     device."""
-    try:
-        cpu = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
+    cpu = cpu_device()
+    if cpu is None:
         return {}
     with jax.default_device(cpu):
         probe = ComputeProbe(known_shape("facebook/opt-1.3b"), dtype, copies=4, on_cpu=cpu)

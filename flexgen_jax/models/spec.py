@@ -65,9 +65,14 @@ class LayerTensors:
         return tuple(tuple(experts[number]) for number in sorted(experts))
 
     @cached_property
+    def large_of_expert(self) -> tuple[TensorSpec, ...]:
+        """The large tensors of one expert, () without experts."""
+        return tuple(tensor for tensor in self.large if tensor.expert == 0)
+
+    @cached_property
     def expert_size(self) -> int:
         """Elements of one expert's tensors."""
-        return sum(tensor.size for tensor in self.large if tensor.expert == 0)
+        return sum(tensor.size for tensor in self.large_of_expert)
 
     def size_of(self, *roles: Role) -> int:
         """Elements of the matrices with these roles."""

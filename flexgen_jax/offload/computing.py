@@ -86,7 +86,7 @@ class Computing:
         else:
             computed = self._prefill(step, weights, hidden_of(inputs))
         if layer.experts is not None and not self._plan.only_caches(step.token, step.layer):
-            self.experts.compute(step, all_weights, computed, inputs.experts)
+            self.experts.compute(step, weights, all_weights, computed, inputs.experts)
         return computed
 
     def _plain(self, step: Step, weights: Any) -> Any:

@@ -105,11 +105,8 @@ class Device:
         """Calls a method of `host_attention` with a query that is on its way to the host; returns
         its results on the device."""
         rows = np.asarray(query)
-        operation = self.metrics.begin("host_compute", "attention", "attention on the host")
-        try:
+        with self.metrics.timing("host_compute", "attention", "attention on the host"):
             attended = attend(rows, *args)
-        finally:
-            self.metrics.end(operation)
         return self.memories.send(attended, "attention", "partial results")
 
     def close(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ from flexgen_jax.layers import programs
 from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.offload.batch import Computed
 from flexgen_jax.offload.device import Device
-from flexgen_jax.offload.host_experts import HostExperts, add_experts
+from flexgen_jax.offload.host_experts import add_experts, sum_on_host
 from flexgen_jax.offload.weights import WeightStore
 from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.schedule.backend import ChosenExperts
@@ -29,22 +28,26 @@ class ExpertSteps:
         self._layers, self._programs = device.spec.layers, device.layer_programs(plan)
         # How often each expert was chosen, by layer, where experts are loaded when they are.
         self.chosen: dict[int, np.ndarray] = {}
-        self._host: HostExperts | None = None
         if plan.host_experts:
-            self._host = HostExperts(device.host_programs, weights, device.metrics)
+            _ = device.memories.cpu  # raises `UserError` before any step if there is none
 
     def compute(
-        self, step: Step, weights: Weights, computed: Computed, choice: ChosenExperts | None
+        self,
+        step: Step,
+        shared: Weights,
+        weights: Weights,
+        computed: Computed,
+        choice: ChosenExperts | None,
     ) -> None:
         """Computes a layer's experts, each for the tokens that chose it.
 
-        weights: the layer's loaded tensors, by path; `choice` loads further chosen experts.
+        shared: the tensors that all tokens use, by path; weights: all of the layer's that are
+        loaded; `choice` loads further chosen experts.
         """
         layer, hidden = self._layers[step.layer], computed.hidden
         assert hidden is not None, "attention gives hidden states"
         rows, tokens, _ = hidden.shape
         route = self._programs.get(programs.route, layer=layer, rows=rows, tokens=tokens)
-        shared = shared_weights(layer, weights)
         *routed, out = route(shared, hidden)
         numbers, loaded = list(range(len(layer.expert_tensors))), Weights()
         if choice is not None:
@@ -57,16 +60,16 @@ class ExpertSteps:
                 weights |= load.arriving
             for load in loads.on_host:
                 loaded |= load.tree
-        there = {layer.by_path[path].expert for path in loaded}
+        on_host = {n for path in loaded if (n := layer.by_path[path].expert) is not None}
         on_device = {
             number: {t.own_path: weights[t.path] for t in layer.expert_tensors[number]}
             for number in numbers
-            if number not in there
+            if number not in on_host
         }
         as_array = self._device.memories.numbers  # kept there: a copy would wait behind weights
         outs = [add_experts(self._programs, layer, on_device, routed, as_array, out)]
-        if there:
-            outs.append(self._on_host(layer, loaded, routed))
+        if on_host:
+            outs.append(sum_on_host(self._device, self._weights, layer, loaded, on_host, routed))
         program, shape = programs.ending(layer, rows, tokens, places=len(outs))
         combine = self._programs.get(program, **shape)
         expert_arguments = (hidden, computed.checks, outs)
@@ -74,14 +77,6 @@ class ExpertSteps:
             combine(shared, *expert_arguments) if "layer" in shape else combine(*expert_arguments)
         )
         computed.hidden, computed.checks = ended
-
-    def _on_host(self, layer: LayerSpec, loaded: Weights, routed: Sequence[jax.Array]) -> Any:
-        """Returns the sum of the results of experts whose weights are loaded to host memory, on its
-        way to the device."""
-        assert self._host is not None, "the plan computes experts on the host"
-        numbers = sorted({layer.by_path[path].expert or 0 for path in loaded})
-        summed = self._host.compute(layer, loaded, numbers, [np.asarray(x) for x in routed])
-        return self._device.memories.send(summed, "activations", "results of experts")
 
     def _asked(self, layer: LayerSpec, choices: np.ndarray) -> list[int]:
         """Returns the experts that are among some tokens' choices, those of most tokens first, and

@@ -6,46 +6,43 @@ states come to the host, and the sum of the experts' results returns to the devi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.programs import Programs
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.models.spec import LayerSpec
-from flexgen_jax.offload.metrics import Metrics
+from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.weights import WeightStore
 
 Weights = Mapping[str, Kept]
 
 
-class HostExperts:
-    """Computes experts by the CPU's programs.
+def sum_on_host(
+    device: Device,
+    weights: WeightStore,
+    layer: LayerSpec,
+    loaded: Weights,
+    numbers: Collection[int],
+    routed: Sequence[jax.Array],
+) -> Any:
+    """Computes some experts on the CPU; returns the sum of their results, fp32 [token, hidden], on
+    its way to the device.
 
-    weights: of the model; programs: compiled for the CPU.
+    loaded: their weights in host memory, by path in the layer; routed: the results of `route`
+    without the last, on their way to the host.
     """
-
-    def __init__(self, of_cpu: Programs, weights: WeightStore, metrics: Metrics) -> None:
-        self._programs, self._weights, self._metrics = of_cpu, weights, metrics
-
-    def compute(
-        self, layer: LayerSpec, loaded: Weights, numbers: Sequence[int], routed: Sequence[Any]
-    ) -> np.ndarray:
-        """Returns the sum of some experts' results, fp32 [token, hidden].
-
-        loaded: their weights in host memory, by path in the layer; routed: NumPy arrays of the
-        results of `route` without the last.
-        """
-        operation = self._metrics.begin("host_compute", "layers", f"{len(numbers)} experts")
-        try:
-            of_experts = {n: self._weights.on_host(layer, n, loaded) for n in numbers}
-            out = np.zeros(routed[0].shape, np.float32)
-            added = add_experts(self._programs, layer, of_experts, routed, np.int32, out)
-            return np.asarray(added)
-        finally:
-            self._metrics.end(operation)
+    inputs = [np.asarray(x) for x in routed]
+    with device.metrics.timing("host_compute", "layers", f"{len(numbers)} experts"):
+        of_experts = {n: weights.expert_of_cpu(layer, n, loaded) for n in numbers}
+        out = np.zeros(inputs[0].shape, np.float32)
+        added = add_experts(device.host_programs, layer, of_experts, inputs, np.int32, out)
+        summed = np.asarray(added)
+    return device.memories.send(summed, "activations", "results of experts")
 
 
 def add_experts(

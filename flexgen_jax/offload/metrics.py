@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -105,6 +107,15 @@ class Metrics:
         operation = self.queue(resource, content, name, nbytes)
         self.start(operation)
         return operation
+
+    @contextmanager
+    def timing(self, resource: Resource, content: Content, name: str) -> Iterator[None]:
+        """Counts a resource as busy with one more operation within the context."""
+        operation = self.begin(resource, content, name)
+        try:
+            yield
+        finally:
+            self.end(operation)
 
     def end(self, operation: Operation) -> None:
         """Records that a resource finished one of its operations."""

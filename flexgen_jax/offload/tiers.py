@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.cpu import is_cpu
+from flexgen_jax.cpu import cpu_device, is_cpu
 from flexgen_jax.errors import UserError
 from flexgen_jax.models.weight_source import numpy_dtype
 from flexgen_jax.offload.disk.direct_reads import PAGE, whole_pages
@@ -93,13 +93,12 @@ class Memories:
     @cached_property
     def cpu(self) -> jax.Device:
         """The CPU as JAX's device, whose arrays can lie in host memory."""
-        try:
-            device: jax.Device = jax.local_devices(backend="cpu")[0]
-        except RuntimeError as error:
+        device = cpu_device()
+        if device is None:
             raise UserError(
-                f"experts on the host need JAX's CPU device, which is not there ({error}); set "
+                "experts on the host need JAX's CPU device, which is not there; set "
                 'JAX_PLATFORMS to "cuda,cpu", or host_experts to 0'
-            ) from None
+            )
         return device
 
     def of_cpu(self, tree: T) -> T:

@@ -237,7 +237,9 @@ class WeightStore:
         """Returns the tensors of a layer's router, by path."""
         return {tensor.path: self._tensors[tensor.key] for tensor in layer.routing}
 
-    def on_host(self, layer: LayerSpec, number: int, loaded: Mapping[str, Kept]) -> dict[str, Kept]:
+    def expert_of_cpu(
+        self, layer: LayerSpec, number: int, loaded: Mapping[str, Kept]
+    ) -> dict[str, Kept]:
         """Returns an expert's tensors as the CPU's arrays, by path in the expert.
 
         loaded: those of the layer that are in host memory, by path; they may be in buffers.

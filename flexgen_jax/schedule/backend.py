@@ -41,8 +41,8 @@ class ChosenExperts(NamedTuple):
     uses_host: bool
     # Numbers of the experts that are not on the device, of this layer and, if it is guessed, of the
     # next.
-    away: Sequence[int]
-    guessable: Sequence[int]
+    away: Collection[int]
+    guessable: Collection[int]
     # How many the tokens of this visit can choose, up to this step's, and how many they are
     # expected to, of `total`.
     most: int

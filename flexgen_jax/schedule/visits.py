@@ -257,8 +257,8 @@ class Visits:
         return ChosenExperts(
             load=load,
             guesses=guesses,
-            away=tuple(self._experts_of(step)),
-            guessable=tuple(self._experts_of(later)) if guesses and later is not None else (),
+            away=self._experts_of(step),
+            guessable=self._experts_of(later) if guesses and later is not None else (),
             uses_host=self._plan.host_experts > 0,
             most=min(experts.count, rows * experts.top),
             expected=round(expected),
@@ -281,9 +281,8 @@ class Visits:
 
     def _num_copied(self, num_new: int) -> int:
         """Returns how many of the experts that a step is the first to choose in its visit are
-        copied to the device; the CPU computes the others. The policy's
-        share holds for all experts of the visit so far: rounding it at each step could copy more
-        experts than were planned."""
+        copied to the device; the CPU computes the others. The policy's share holds for all experts
+        of the visit so far: rounding it at each step could copy more experts than were planned."""
         before = len(self._chosen)
         total = before + len(self._on_host) + num_new
         copied = total - round(self._plan.host_experts * total)
@@ -291,7 +290,9 @@ class Visits:
 
     def _reads_experts(self, step: Step) -> bool:
         """Returns whether some experts of a step's layer lie on disk."""
-        return any(part.layouts for part in self._experts_of(step).values())
+        return self._plan.policy.weights.disk > 0 and any(
+            part.layouts for part in self._experts_of(step).values()
+        )
 
     def _guess(self, step: Step, numbers: Collection[int]) -> None:
         """Starts to load the experts that a later step is guessed to choose."""

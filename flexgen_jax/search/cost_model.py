@@ -287,10 +287,11 @@ def _combine(costs: Costs, work: Work, is_prefill: bool) -> dict[str, LinearTerm
     """
     hw, policy, unified = costs.hw, costs.policy, costs.setting.unified
     seconds: dict[str, LinearTerm] = {}
+    tensor_bytes = costs.tensor_bytes()
     for link in TRANSFERS:
         is_free = unified and link in ("host_to_device", "device_to_host")
         moved = work.moved[link]
-        size = min(sum(moved.factors.values()) / 2, costs.tensor_bytes()) or 1.0
+        size = min(sum(moved.factors.values()) / 2, tensor_bytes) or 1.0
         seconds[link] = LinearTerm() if is_free else moved * (1 / getattr(hw, link).at(size))
     seconds["disk_read"] = seconds["disk_read"] + work.cached
     lost = LinearTerm()

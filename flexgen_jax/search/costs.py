@@ -120,7 +120,7 @@ class ModelBytes:
 
     def expert_bytes(self, layer: LayerSpec) -> int:
         """Bytes of the large tensors of one of a layer's experts."""
-        return sum(self.formats.weight(t).nbytes for t in layer.large if t.expert == 0)
+        return sum(self.formats.weight(t).nbytes for t in layer.large_of_expert)
 
     def end_bytes(self) -> int:
         """Bytes of the large tensors of embedding and head; a shared table counts twice."""
@@ -227,8 +227,7 @@ class Costs(ModelBytes):
         # A copy serves all batches of a visit; the CPU computes an expert for each of them.
         computed_s = self.host_experts_s(layer, rows, 1, 0) * batches * chosen / distinct
         nbytes = self.expert_bytes(layer)
-        tensors = sum(tensor.expert == 0 for tensor in layer.large)
-        copied_s = hw.host_to_device.seconds(nbytes, nbytes / tensors)
+        copied_s = hw.host_to_device.seconds(nbytes, nbytes / len(layer.large_of_expert))
         share = copied_s / (computed_s + copied_s)
         saved_s = distinct * share * copied_s - batches * hw.split_s
         return round(share, 3) if saved_s > 0 else 0.0

@@ -40,7 +40,7 @@ def memory_terms(costs: Costs, workload: Workload) -> dict[Tier, LinearTerm]:
     rows, batches = policy.batch_size, policy.num_batches
     ahead = Ahead.of(policy)
     prompt, cached = workload.prompt_len, workload.prompt_len + max(workload.gen_len - 1, 0)
-    weights, small_weights = _weight_bytes(costs.setting.config, costs.formats)
+    weights, small_weights = weight_bytes(costs.setting.config, costs.formats)
     # Of the largest layers, if not of all: those with experts among dense ones.
     layer = max(costs.layer_bytes(layer) for layer, _ in costs.spec.decoder_kinds)
     ends = costs.end_bytes()
@@ -107,7 +107,7 @@ def memory_terms(costs: Costs, workload: Workload) -> dict[Tier, LinearTerm]:
 
 
 @lru_cache(maxsize=16)  # all policies of a search share them, and there are thousands of tensors
-def _weight_bytes(config: ModelConfig, formats: Formats) -> tuple[int, int]:
+def weight_bytes(config: ModelConfig, formats: Formats) -> tuple[int, int]:
     """Returns the bytes of the tensors that a policy places, and of the small ones."""
     tensors = model_spec(config).tensors.values()
     small = sum(formats.weight(t).nbytes for t in tensors if t.is_small)

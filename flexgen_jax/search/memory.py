@@ -70,7 +70,7 @@ class Idle:
         experts = inputs.experts
         if experts is not None:  # the guesses are all wrong
             most = experts.most
-            experts.load(experts.away[:most], experts.guessable[-most:])
+            experts.load([*experts.away][:most], [*experts.guessable][-most:])
 
     def finish(self, step: Step, computed: Handle) -> int | None:
         return None

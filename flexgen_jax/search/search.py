@@ -19,6 +19,7 @@ from flexgen_jax.policy.shapes import BlockShape
 from flexgen_jax.search.candidates import Candidate, candidates, solution_of
 from flexgen_jax.search.cost_model import block_terms
 from flexgen_jax.search.fit import Budgets
+from flexgen_jax.search.linear_program import weight_bytes
 from flexgen_jax.search.memory import peak_bytes
 from flexgen_jax.search.problem import Plan, Problem
 from flexgen_jax.search.rounding import GRAIN, Peaks, Placed, fitted
@@ -214,11 +215,8 @@ def _with_expert_cache(problem: Problem, placed: Placed) -> Placed | None:
     policy, formats = plan.policy, plan.formats
     if plan.unified or not plan.setting.experts.shares or policy.expert_cache_bytes:
         return None
-    shared, experts = (
-        sum(formats.weight(tensor).nbytes for unit in units for tensor in unit)
-        for units in plan.spec.placed_units
-    )
-    total = shared + experts
+    total, _ = weight_bytes(plan.config, formats)
+    shared = sum(formats.weight(tensor).nbytes for (tensor,) in plan.spec.placed_units[0])
     nbytes = int(policy.weights.device * total - shared) // 2
     if nbytes <= 0 or policy.weights.device == 1:
         return None

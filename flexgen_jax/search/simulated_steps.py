@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle
 from random import Random
 from typing import NamedTuple
 
@@ -21,8 +22,8 @@ Inference of Mixture-of-Experts Language Models with Offloading", section 3.2)."
 NUM_DRAWS = 500
 """Different draws of experts; further steps use them again, because drawing takes long."""
 
-TINY = 1e-3
-"""The least share of an expert that is drawn."""
+LEAST_SHARE = 1e-3
+"""Experts with a smaller share are drawn as often as with this one."""
 
 
 class Attended(NamedTuple):
@@ -44,9 +45,7 @@ class SimulatedSteps:
         self._projected: dict[Step, float] = {}
         # The visit whose weights are unpacked.
         self._unpacked_for = -1
-        self._random = Random(0)  # noqa: S311 # not for secrets
-        self._drawn: list[Sequence[int]] = []
-        self._num_draws = 0
+        self._draws = cycle(_draws(costs.setting.experts.shares))
 
     def compute(self, step: Step, inputs: Inputs) -> float:
         clock, costs = self._clock, self._costs
@@ -93,13 +92,12 @@ class SimulatedSteps:
         rows = step.batch.rows
         here, there, asks_host = self._tokens(step)
         computed = rows * self._plan.policy.pass_tokens
-        chooses = inputs.experts is not None
-        routed_s = costs.experts_s(layer, computed) if chooses else 0.0
+        routed_s = costs.experts_s(layer, computed) if inputs.experts is not None else 0.0
         linear = costs.linear_s(layer, computed) + self._prefix_s(step, computed) - routed_s
         if not asks_host:
             attention = costs.device_attention_s(layer, rows, here)
             routed = clock.compute(fixed + linear + attention, ready)
-            return self._through_experts(step, inputs, routed)
+            return self._through_experts(step, inputs, routed, routed_s)
         project = costs.project_s(layer, rows)
         projected = self._projected.pop(step, None)
         if projected is None:
@@ -116,11 +114,11 @@ class SimulatedSteps:
         partial = rows * (layer.attention.query_size + layer.attention.num_heads) * 4
         back = clock.pass_by("host_to_device", partial)
         routed = clock.compute(fixed + linear - project + self._hw.split_s, back)
-        return self._through_experts(step, inputs, routed)
+        return self._through_experts(step, inputs, routed, routed_s)
 
-    def _through_experts(self, step: Step, inputs: Inputs, routed: float) -> float:
+    def _through_experts(self, step: Step, inputs: Inputs, routed: float, seconds: float) -> float:
         """Loads the experts that are chosen, once it is known which, and computes them, some of
-        them on the host."""
+        them on the host; seconds: of all of them on the device."""
         experts = inputs.experts
         if experts is None:
             return routed
@@ -131,9 +129,8 @@ class SimulatedSteps:
         wrong = range(experts.total - experts.expected + right, experts.total)
         loads = experts.load(self._chosen(experts), [*range(right), *wrong])
         count, on_host = max(1, experts.expected), len(loads.on_host)
-        seconds = costs.experts_s(layer, rows) * (count - on_host) / count
         copied = max((load.ready for load in loads.copied), default=routed)
-        computed = clock.compute(seconds, copied)
+        computed = clock.compute(seconds * (count - on_host) / count, copied)
         if not on_host:
             return computed
         hidden = costs.hidden_bytes(rows, 1)
@@ -144,20 +141,11 @@ class SimulatedSteps:
 
     def _chosen(self, experts: ChosenExperts) -> Sequence[int]:
         """Returns the numbers of a step's experts: drawn by how often each is chosen, if that is
-        known, since the hits of a cache depend on it; else the first ones.
-
-        Weighted draws are by Efraimidis and Spirakis 2006, "Weighted random sampling with a
-        reservoir", section 2.
-        """
+        known, since the hits of a cache depend on it; else the first ones."""
         shares = self._costs.setting.experts.shares
-        if len(shares) != experts.total:
-            return range(experts.expected)
-        self._num_draws += 1
-        if self._num_draws <= NUM_DRAWS:
-            keys = [self._random.random() ** (1 / max(share, TINY)) for share in shares]
-            by_key = sorted(range(experts.total), key=keys.__getitem__, reverse=True)
-            self._drawn.append(by_key)
-        return self._drawn[(self._num_draws - 1) % len(self._drawn)][: experts.expected]
+        is_known = len(shares) == experts.total
+        numbers = next(self._draws) if is_known else range(experts.total)
+        return numbers[: experts.expected]
 
     def _tokens(self, step: Step) -> tuple[int, int, bool]:
         """Returns the cached tokens on the device and on the host, and whether the host has
@@ -177,6 +165,15 @@ class SimulatedSteps:
         if is_open_there:
             return on_device, on_host + opened, True
         return on_device + opened, on_host, on_host > 0
+
+
+def _draws(shares: Sequence[float]) -> Iterator[Sequence[int]]:
+    """Yields orders of experts in which those that are chosen more often tend to come first
+    (Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir", section 2)."""
+    generator = Random(0)  # noqa: S311 # not for secrets
+    for _ in range(NUM_DRAWS):
+        keys = [generator.random() ** (1 / max(share, LEAST_SHARE)) for share in shares]
+        yield sorted(range(len(shares)), key=keys.__getitem__, reverse=True)
 
 
 def _attended(state: LayerState, sealed: int) -> Attended:

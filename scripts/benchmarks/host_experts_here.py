@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
-os.environ["NPROC"] = "8"  # threads of XLA: one that waits for the link takes no other its core
+os.environ["NPROC"] = "8"  # XLA's threads, one of which waits for the link
 
 import json
 import tempfile

@@ -252,7 +252,8 @@ def test_peaks_hold_for_experts_that_all_lie_elsewhere(weights: tuple[int, int])
     class Unlucky(Idle):
         def compute(self, step: Step, inputs: Inputs) -> None:
             if inputs.experts is not None:
-                loads = inputs.experts.load(inputs.experts.away[-2:], inputs.experts.guessable[:2])
+                away, guessable = [*inputs.experts.away], [*inputs.experts.guessable]
+                loads = inputs.experts.load(away[-2:], guessable[:2])
                 chosen.append(len(loads.copied))
 
     BlockLoop(plan, Unlucky(), ledger, {0: 1, 1: 1, 1998: 1, 1999: 1}, across_skipped=False).run()

@@ -241,7 +241,8 @@ class Programs:
         model = self._model
         if model.formats.weight_bits == 16:
             return self
-        return Programs(model.config, replace(model.formats, weight_bits=16), model.kernels)
+        formats = replace(model.formats, weight_bits=16)
+        return Programs(model.config, formats, model.kernels, model.device)
 
     @property
     def compile_s(self) -> float:
