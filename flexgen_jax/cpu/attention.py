@@ -8,24 +8,23 @@ function returns None if XLA's own code should be used.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from flexgen_jax.cpu.host_attention import MANY_HEADS, heads_together
+from flexgen_jax.cpu.jit.decode_attention import attention_handler
+from flexgen_jax.cpu.jit.prefill_attention import chunk_handler, prompt_handler
 from flexgen_jax.cpu.targets import register
 from flexgen_jax.layers.attention import KVBlock, KVPair, Partial, merge
 from flexgen_jax.layers.quantization import Kept, QuantizedArray, plain
 from flexgen_jax.models.parts import AttentionSpec
 
 MIN_KERNEL_ELEMENTS = 1 << 20
-"""Below this many elements of keys and values, XLA's own attention is fast enough, and Numba need
-not be loaded."""
+"""Below this many elements of keys and values, XLA's own attention is fast enough."""
 
 FEW_OF_A_PROMPT = 1 << 18
-"""Below this many elements of a prompt batch's keys and values, XLA's own attention is fast enough,
-and Numba need not be loaded."""
+"""Below this many elements of a prompt batch's keys and values, XLA's attention is fast enough."""
 
 
 def decode_attention(
@@ -168,42 +167,21 @@ def _limits(spec: AttentionSpec, *, step: int | None = None) -> jax.Array:
     return jnp.array(limits, jnp.float32)
 
 
-# Numba is slow to import, and not every run attends here.
-
-
 @lru_cache
 def _target(size: int, dtype: str, bits: int) -> str | None:
     """Returns the name of the registered function for this head size and cache format; None if it
     cannot be used."""
     name = f"flexgen_jax_attend_{size}_{dtype}_{bits}"
-
-    def make() -> tuple[Any, ...]:
-        from flexgen_jax.cpu.jit.attention_entry import attention_handler
-
-        return attention_handler(name, size, dtype, bits)
-
-    return register(name, make)
+    return register(name, lambda: attention_handler(name, size, dtype, bits))
 
 
 @lru_cache
 def _prompt_target(size: int, dtype: str) -> str | None:
     name = f"flexgen_jax_attend_prompt_{size}_{dtype}"
-
-    def make() -> tuple[Any, ...]:
-        from flexgen_jax.cpu.jit.attention_entry import prompt_handler
-
-        return prompt_handler(name, size, dtype)
-
-    return register(name, make)
+    return register(name, lambda: prompt_handler(name, size, dtype))
 
 
 @lru_cache
 def _chunk_target(size: int, dtype: str) -> str | None:
     name = f"flexgen_jax_attend_chunk_{size}_{dtype}"
-
-    def make() -> tuple[Any, ...]:
-        from flexgen_jax.cpu.jit.attention_entry import chunk_handler
-
-        return chunk_handler(name, size, dtype)
-
-    return register(name, make)
+    return register(name, lambda: chunk_handler(name, size, dtype))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from flexgen_jax.cpu.jit.delta_step import delta_handler
 from flexgen_jax.cpu.targets import register
 from flexgen_jax.layers.delta_rule import Sides
 
 MIN_KERNEL_ELEMENTS = 1 << 18
-"""Below this many elements of states, XLA's own code is fast enough, and Numba need not be
-loaded."""
+"""Below this many elements of states, XLA's own code is fast enough."""
 
 
 def delta_step(sides: Sides, state: jax.Array) -> tuple[jax.Array, jax.Array] | None:
@@ -50,10 +49,4 @@ def _target(key_size: int, value_size: int) -> str | None:
     used."""
     name = f"flexgen_jax_delta_{key_size}_{value_size}"
 
-    def make() -> tuple[Any, ...]:
-        # Numba is slow to import, and few models need this.
-        from flexgen_jax.cpu.jit.delta_step import delta_handler
-
-        return delta_handler(name, key_size, value_size)
-
-    return register(name, make)
+    return register(name, lambda: delta_handler(name, key_size, value_size))

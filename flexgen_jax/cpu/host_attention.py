@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flexgen_jax.cpu.jit.decode_attention import CacheFormat, fold_kernel
+from flexgen_jax.cpu.jit.prefill_attention import fold_together_kernel
+from flexgen_jax.cpu.jit.top_tokens import choose_kernel, mix_kernel, score_kernel
 from flexgen_jax.cpu.processor import core_count
 from flexgen_jax.layers.attention import MASKED, Block, sides
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
@@ -50,12 +53,13 @@ class Candidates(NamedTuple):
 
 
 class _Prepared(NamedTuple):
-    """A KV block in the form that the compute kernels take: `kind` selects a kernel (the arguments
-    of `fold_for`, `score_for` and `add_for`), and the other fields are the kernel's arguments."""
+    """A KV block in the form that the compute kernels take."""
 
-    kind: tuple[int, bool, int]
+    format: CacheFormat
     keys: tuple[np.ndarray, ...]
+    """Three arrays, see `decode_attention.fold_kernel`."""
     values: tuple[np.ndarray, ...]
+    tokens: int
     first: np.ndarray
     stop: int
     offset: int
@@ -66,9 +70,10 @@ class _Prepared(NamedTuple):
         key, value = sides(block.arrays)
         bits = key.storage.bits if isinstance(key, QuantizedArray) else 16
         return cls(
-            kind=(key.shape[3], str(key.dtype) == "float16", bits),
+            format=CacheFormat(key.shape[3], str(key.dtype), bits),
             keys=_views(key, first_valid.size // group),
             values=_views(value, first_valid.size // group),
+            tokens=key.shape[2],
             first=np.maximum(first_valid - block.start, 0),
             stop=min(key.shape[2], position - block.start),
             offset=block.start,
@@ -99,23 +104,19 @@ class HostAttention:
         tokens before it are valid); first_valid: int32 [batch], the first token that each sequence
         sees.
         """
-        # Numba is slow to import, and not every run attends here.
-        from flexgen_jax.cpu.jit.decode_attention import fold_for
-
         if spec.group >= MANY_HEADS and not any(_is_packed(block) for block in blocks):
             return self._attend_together(query, blocks, position, first_valid, spec)
         queries, first = _rows(query), np.repeat(first_valid.astype(np.int64), query.shape[1])
         prepared = [_Prepared.of(block, first, position, spec.group) for block in blocks]
-        how = (spec.group, np.float32(spec.softcap or 0))
-        folds = [fold_for(*block.kind) for block in prepared]
-        peak, total, out = _nothing(queries)
-
-        def work(start: int, end: int) -> None:
-            for fold, (_, keys, values, begin, stop, _) in zip(folds, prepared, strict=True):
-                fold(queries, keys, values, begin, stop, peak, total, out, *how, start, end)
-
-        self._on_all_cores(work, len(queries))
-        return _partial(query, peak, total, out)
+        running, softcap = _nothing(queries), np.float32(spec.softcap or 0)
+        folds = []
+        for block in prepared:
+            sides = [*block.keys, *block.values, block.first]
+            sizes = (block.tokens, block.stop, spec.group)
+            kernel = fold_kernel(block.format)
+            folds.append(kernel.bind(queries, *sides, *running, *sizes, softcap))
+        self._on_all_cores(folds, len(queries))
+        return _partial(query, *running)
 
     def _attend_together(
         self,
@@ -127,36 +128,20 @@ class HostAttention:
     ) -> HostPartial:
         """Computes `attend` where so many heads share keys and values that computing binds: as
         products of some heads, a line, with the tokens of a block."""
-        from flexgen_jax.cpu.jit.prefill_attention import fold_together_for
-
         together = heads_together(spec, len(query))
         queries, softcap = _rows(query), np.float32(spec.softcap or 0)
         lines, share = len(queries) // together, spec.group // together
-        peak, total, out = _nothing(queries)
+        running = _nothing(queries)
         first = np.repeat(first_valid.astype(np.int64), lines // len(query))
         prepared = [_Prepared.of(block, first, position, share) for block in blocks]
-        folds = [fold_together_for(*block.kind[:2]) for block in prepared]
-
-        def work(start: int, end: int) -> None:
-            for fold, block in zip(folds, prepared, strict=True):
-                (key,), (value,) = block.keys, block.values
-                fold(
-                    queries.reshape(-1),
-                    key.reshape(-1),
-                    value.reshape(-1),
-                    block.first,
-                    block.stop,
-                    peak,
-                    total,
-                    out.reshape(-1),
-                    (together, key.shape[1], share),
-                    softcap,
-                    start,
-                    end,
-                )
-
-        self._on_all_cores(work, lines)
-        return _partial(query, peak, total, out)
+        folds = []
+        for block in prepared:
+            sides = (block.keys[0], block.values[0], block.first)
+            sizes = (together, block.tokens, block.stop, share)
+            kernel = fold_together_kernel(block.format.size, block.format.dtype)
+            folds.append(kernel.bind(queries, *sides, *running, *sizes, softcap))
+        self._on_all_cores(folds, lines)
+        return _partial(query, *running)
 
     def attend_top(
         self,
@@ -178,35 +163,35 @@ class HostAttention:
         Returns the partial result, and int32 [batch, head]: how many of the candidates in `here`
         were chosen.
         """
-        from flexgen_jax.cpu.jit.decode_attention import add_for, choose_top, score_for
-
         queries, first = _rows(query), np.repeat(first_valid.astype(np.int64), query.shape[1])
         prepared = [_Prepared.of(block, first, position, spec.group) for block in blocks]
-        group, softcap = spec.group, np.float32(spec.softcap or 0)
-        scoring = [] if there else [(score_for(*block.kind), block) for block in prepared]
-        adding = [(add_for(*block.kind), block) for block in prepared]
-        choose = choose_top()
         scores = _scores(len(queries), position, [x for x in (here, there) if x])
         peak, total, out = _nothing(queries)
         lse = there.lse.reshape(-1) if there else np.empty_like(peak)
         each = np.repeat(counts, query.shape[1])
-        left = each.copy()
+        remaining = each.copy()
         chosen = np.empty((len(queries), int(counts.max()) + 1), np.int32)
-
-        def work(start: int, end: int) -> None:
-            rows = slice(start, end)
-            for score, (_, keys, _, begin, stop, offset) in scoring:
-                state = (scores, peak, total, group, softcap)
-                score(queries, keys, begin, stop, offset, *state, start, end)
+        ranked, slots = (scores, scores.shape[1]), chosen.shape[1]
+        scoring, adding = [], []
+        for block in prepared:
+            sizes, softcap = (block.tokens, block.stop), np.float32(spec.softcap or 0)
             if not there:
-                lse[rows] = _lse(peak[rows], total[rows])
-            choose(scores, each, chosen, start, end)
-            for add, (_, _, values, _, stop, offset) in adding:
-                add(scores, lse, chosen, each, left, values, stop, offset, out, group, start, end)
+                begun = [queries, *block.keys, block.first, peak, total]
+                numbers = (*sizes, spec.group, softcap, block.offset)
+                scoring.append(score_kernel(block.format).bind(*begun, *ranked, *numbers))
+            own = [each, remaining, *block.values, out]
+            where = (*sizes, block.offset, spec.group)
+            mix = mix_kernel(block.format)
+            adding.append(mix.bind(*ranked, lse, chosen, slots, *own, *where))
+        choose = choose_kernel().bind(*ranked, each, chosen, slots)
 
-        self._on_all_cores(work, len(queries))
+        def set_lse(begin: int, end: int) -> None:
+            lse[begin:end] = _lse(peak[begin:end], total[begin:end])
+
+        ranking = [] if there else [*scoring, set_lse]
+        self._on_all_cores([*ranking, choose, *adding], len(queries))
         partial = (out.reshape(query.shape), lse.reshape(query.shape[:3]))
-        return partial, left.reshape(query.shape[:2])
+        return partial, remaining.reshape(query.shape[:2])
 
     def prepare(
         self,
@@ -226,12 +211,16 @@ class HostAttention:
             self.attend(*where)
             return
         scores = np.zeros((1, heads, 1), np.float32)
-        scores.setflags(write=False)  # Numba compiles separately for read-only arrays, as JAX gives
         ranked = Candidates(scores, np.zeros((1, heads, 1), np.int32), scores)
         self.attend_top(*where, np.ones(1, np.int32), None, ranked if is_ranked else None)
 
-    def _on_all_cores(self, work: Callable[[int, int], None], rows: int) -> None:
-        """Calls work(start, end) for all rows, one range of rows on each core."""
+    def _on_all_cores(self, steps: Sequence[Callable[[int, int], None]], rows: int) -> None:
+        """Calls all steps with the limits of a range of rows, one range on each core."""
+
+        def work(begin: int, end: int) -> None:
+            for step in steps:
+                step(begin, end)
+
         bounds = [rows * part // self._threads for part in range(self._threads + 1)]
         for done in [self._pool.submit(work, *pair) for pair in pairwise(bounds)]:
             done.result()
@@ -299,12 +288,8 @@ def _scores(rows: int, position: int, known: Sequence[Candidates]) -> np.ndarray
 
 
 def _views(kept: Kept, rows: int) -> tuple[np.ndarray, ...]:
-    """Returns the arrays that hold a block's keys, or its values, as [row, token, ...]; 16-bit
-    floats are viewed as uint16."""
-    leaves = kept.leaves if isinstance(kept, QuantizedArray) else (kept,)
-    views = []
-    for leaf in leaves:
-        array = np.asarray(leaf)
-        array = array.view(np.uint16) if array.dtype.itemsize == 2 else array
-        views.append(array.reshape(rows, *array.shape[2:]))
-    return tuple(views)
+    """Returns the arrays of a block's keys, or its values, as [row, token, ...]: three, the first
+    one again for plain ones."""
+    leaves = kept.leaves if isinstance(kept, QuantizedArray) else (kept,) * 3
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    return tuple(array.reshape(rows, *array.shape[2:]) for array in arrays)

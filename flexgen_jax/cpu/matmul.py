@@ -14,39 +14,40 @@ import jax
 import jax.numpy as jnp
 
 from flexgen_jax.cpu.grouped import STEP, Grouping, Rounding, grouping_of
-from flexgen_jax.cpu.processor import has_wide_vectors, multiplies_bytes, tile_unit
+from flexgen_jax.cpu.jit.few_rows import MOST
+from flexgen_jax.cpu.jit.operands import PAIR
+from flexgen_jax.cpu.jit.product_handlers import (
+    grouped_handler,
+    int8_handler,
+    product_handler,
+    rounding_handler,
+)
+from flexgen_jax.cpu.processor import host, tile_unit
 from flexgen_jax.cpu.targets import register
 from flexgen_jax.layers.matmul_int8 import column_scale
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
 from flexgen_jax.models.formats.known import paper
 
 FEW_PRODUCTS = 1 << 28
-"""Below this many multiplications, XLA's own product is fast enough, and Numba need not be
-loaded."""
+"""Below this many multiplications, XLA's own product is fast enough."""
 
 FEW_PACKED = 1 << 18
-"""Below this many elements, XLA unpacks packed kernel weights fast enough, and Numba need not be
-loaded."""
+"""Below this many elements, XLA unpacks packed kernel weights fast enough."""
 
 FEW_READ = 1 << 20
-"""Below this many elements, XLA reads plain kernel weights fast enough, and Numba need not be
-loaded."""
-
-MULTIPLE = 32
-"""Rows and columns of kernel weights must be multiples of this, the size of a pair of tiles: the
-`PAIR` of `cpu.jit.packing`, which is not imported because it would load Numba."""
+"""Below this many elements, XLA reads plain kernel weights fast enough."""
 
 PAPERS = tuple(paper(bits) for bits in (2, 4, 8))
 """Formats of kernel weights that are grouped along their output."""
 
-FEW_ROWS = 64
+FEW_ROWS = MOST
 """Up to this many rows, a product takes little longer than reading its kernel weights."""
 
 FEW_ROUNDED = 8
 """Up to this many rows, packed kernel weights are not rounded to integers: that would take longer
 than the product does without. AVX2 multiplies by their codes, and rounds rows only."""
 
-MOST_ROUNDED = 16 if has_wide_vectors() else 64
+MOST_ROUNDED = 16 if host().has_wide_vectors else 64
 """Up to this many rows, products of integers with the codes of weights that are grouped along their
 input take less time than those of fp32, unless there are tiles of integers."""
 
@@ -110,12 +111,12 @@ def _multiplied_in_steps(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> 
 def _rounding_for(kernel: Kept) -> Rounding:
     """Returns how rows are rounded for the codes of a kernel that is grouped along its input. With
     vectors of 512 bits and no products of four bytes, many rows are multiplied faster in fp32."""
-    if multiplies_bytes():
+    if host().multiplies_bytes:
         return "fours"
     grouping = _grouping(kernel)
     codes = None if grouping is None else (grouping.levels, grouping.bits, grouping.unit)
     has_tiles = codes == ("integers", 4, STEP)
-    return "tiles" if has_tiles and not has_wide_vectors() else "pairs"
+    return "tiles" if has_tiles and not host().has_wide_vectors else "pairs"
 
 
 def multiplies(x: jax.Array, kernel: Kept) -> bool:
@@ -171,7 +172,7 @@ def _rounded(target: str, rows: jax.Array) -> list[jax.Array]:
     """
     count, depth = rows.shape
     kinds = (
-        jax.ShapeDtypeStruct((-(-count // MULTIPLE), depth), jnp.uint8),
+        jax.ShapeDtypeStruct((-(-count // PAIR), depth), jnp.uint8),
         jax.ShapeDtypeStruct((count, depth), jnp.int8),
         jax.ShapeDtypeStruct((count,), jnp.float32),
         jax.ShapeDtypeStruct((count,), jnp.int32),
@@ -190,7 +191,7 @@ def _unit_for_integers(x: jax.Array, kernel: Kept) -> str | None:
     fits, size = _fit_tiles(x, kernel), kernel.shape[0] * kernel.shape[1]
     if unit == "avx2":  # nothing is made of the whole matrix
         return unit if fits and is_packed and size >= FEW_PACKED else None
-    return unit if fits and kernel.shape[1] % (2 * MULTIPLE) == 0 and size >= FEW_READ else None
+    return unit if fits and kernel.shape[1] % (2 * PAIR) == 0 and size >= FEW_READ else None
 
 
 def _unit_for(x: jax.Array, kernel: Kept) -> str | None:
@@ -208,10 +209,10 @@ def _unit_for(x: jax.Array, kernel: Kept) -> str | None:
 
 def _fit_tiles(x: jax.Array, kernel: Kept) -> bool:
     kinds = {jnp.dtype(x.dtype), jnp.dtype(kernel.dtype)}
-    fits = kinds == {jnp.dtype(jnp.bfloat16)} and not any(n % MULTIPLE for n in kernel.shape)
+    fits = kinds == {jnp.dtype(jnp.bfloat16)} and not any(n % PAIR for n in kernel.shape)
     if not isinstance(kernel, QuantizedArray) or _grouping(kernel) is not None:
         return fits
-    return fits and _is_papers(kernel) and kernel.storage.plane_length % MULTIPLE == 0
+    return fits and _is_papers(kernel) and kernel.storage.plane_length % PAIR == 0
 
 
 def _is_papers(kernel: Kept) -> bool:
@@ -219,53 +220,26 @@ def _is_papers(kernel: Kept) -> bool:
     return isinstance(kernel, QuantizedArray) and kernel.storage.format in PAPERS
 
 
-# Numba is slow to import, and not every run multiplies here.
-
-
 @lru_cache
 def _target(bits: int, is_wide: bool, unit: str) -> str | None:
     name = f"flexgen_jax_multiply_rows_{bits}{'_wide' * is_wide}_{unit}"
-
-    def make() -> tuple[Any, ...]:
-        from flexgen_jax.cpu.jit.matmul_entry import product_handler
-
-        return product_handler(name, bits, is_wide, unit)
-
-    return register(name, make)
+    return register(name, lambda: product_handler(name, bits, is_wide, unit))
 
 
 @lru_cache
 def _grouped_target(grouping: Grouping, is_wide: bool, unit: str, rounding: Rounding) -> str | None:
     name = f"flexgen_jax_multiply_grouped_{grouping.name}{'_wide' * is_wide}_{unit}"
     name += f"_by_{rounding}" if rounding else ""
-
-    def make() -> tuple[Any, ...]:
-        from flexgen_jax.cpu.jit.matmul_entry import grouped_handler
-
-        return grouped_handler(name, grouping, is_wide, unit, rounding)
-
-    return register(name, make)
+    return register(name, lambda: grouped_handler(name, grouping, is_wide, unit, rounding))
 
 
 @lru_cache
 def _int8_target(bits: int, unit: str) -> str | None:
     name = f"flexgen_jax_multiply_integers_{bits}_{unit}"
-
-    def make() -> tuple[Any, ...]:
-        from flexgen_jax.cpu.jit.matmul_entry import int8_handler
-
-        return int8_handler(name, bits, unit == "amx")
-
-    return register(name, make)
+    return register(name, lambda: int8_handler(name, bits, unit))
 
 
 @lru_cache
 def _rounding_target() -> str | None:
     name = "flexgen_jax_round_rows"
-
-    def make() -> tuple[Any, ...]:
-        from flexgen_jax.cpu.jit.matmul_entry import rounding_handler
-
-        return rounding_handler(name)
-
-    return register(name, make)
+    return register(name, lambda: rounding_handler(name))

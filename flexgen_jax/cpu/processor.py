@@ -1,28 +1,130 @@
-"""The processor's features that the compute kernels use."""
+"""The processor: its features, and the units that the compute kernels use."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-NUMBA_TARGETS = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
-"""Environment variables that can make Numba compile for another processor, with fewer
-features."""
+from llvmlite import binding
 
-FOR_PAIRS = {"avx512f", "avx512bw", "avx512_bf16"}
-"""Flags of processors whose AVX-512 has dot products of bfloat16 pairs, and tables of words."""
+WITHOUT = "FLEXGEN_CPU_WITHOUT"
+"""Environment variable: features of the processor to leave unused, by LLVM's names, as in
+"avx512bf16,amx-tile". Features that need one of them are unused as well."""
 
-FOR_INTEGERS = {"avx512f", "avx512_vnni"}
-"""Flags of processors whose AVX-512 has dot products of four 8-bit integers."""
+EMULATED = "FLEXGEN_CPU_EMULATED"
+"""Environment variable: features to compute by their formulas where the processor lacks them. For
+tests: the kernels of another processor run, slowly."""
 
-FOR_FLOATS = {"avx2", "fma"}
-"""Flags of processors that multiply and add vectors of fp32 in one instruction."""
+FOR_PAIRS = frozenset({"avx512f", "avx512bw", "avx512bf16"})
+"""Features of a processor whose AVX-512 has dot products of bfloat16 pairs, and tables of words."""
+
+FOR_INTEGERS = frozenset({"avx512f", "avx512vnni"})
+"""Features of a processor whose AVX-512 has dot products of four 8-bit integers."""
+
+FOR_FLOATS = frozenset({"avx2", "fma"})
+"""Features of a processor that multiplies and adds vectors of fp32 in one instruction."""
+
+FAMILIES = {"avx512f": "avx512", "amx-tile": "amx"}
+"""Features that others need: all whose names begin so."""
 
 ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # numbers of x86-64 Linux
+
+Kind = Literal["bf16", "int8"]
+
+
+class Features(NamedTuple):
+    """The processor's units for products, best first; see `Processor.units`. Without any, XLA
+    multiplies."""
+
+    bf16: tuple[str, ...]
+    """Units for products of bfloat16."""
+    int8: tuple[str, ...]
+    """Units for products of 8-bit integers."""
+
+    def __str__(self) -> str:
+        parts = (f"{name}: {', '.join(units) or 'none'}" for name, units in self._asdict().items())
+        return "; ".join(parts)
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A processor for which kernels are compiled."""
+
+    name: str
+    """LLVM's name of the processor, such as "znver3"."""
+    features: frozenset[str]
+    """Features that the kernels use, by LLVM's names."""
+    native: frozenset[str]
+    """Features with instructions. Others are computed by their formulas."""
+    options: str = ""
+    """Features for LLVM's code generator, as in "+avx2,-avx512f"."""
+    triple: str = ""
+    """LLVM's name of architecture, vendor and system; empty for this machine's."""
+
+    def units(self, kind: Kind = "bf16") -> tuple[str, ...]:
+        """Returns the units for tiles of bfloat16 or of 8-bit integers, best first.
+
+        They are "amx"; "avx512"; for bfloat16 "fma", which multiplies it as fp32; and for integers
+        "avx2", which multiplies them by the codes of packed weights only.
+        """
+        units = ("amx",) * self.has_all({"amx-tile", f"amx-{kind}"})
+        if kind == "int8":
+            units += ("avx512",) * self.has_all(FOR_INTEGERS)
+            return units + ("avx2",) * self.has_all({"avx2"})
+        return units + ("avx512",) * self.multiplies_pairs + ("fma",) * self.has_all(FOR_FLOATS)
+
+    def has_all(self, names: set[str] | frozenset[str]) -> bool:
+        return names <= self.features
+
+    @property
+    def multiplies_pairs(self) -> bool:
+        """Whether AVX-512 has dot products of bfloat16 pairs."""
+        return self.has_all(FOR_PAIRS)
+
+    @property
+    def multiplies_bytes(self) -> bool:
+        """Whether vectors of 256 bits have dot products of four 8-bit integers."""
+        return self.has_all({"avx512vnni", "avx512vl"})
+
+    @property
+    def has_wide_vectors(self) -> bool:
+        """Whether a vector has 512 bits, and there are 32 of them; else 256, and 16."""
+        return "avx512f" in self.features
+
+    @property
+    def converts_half(self) -> bool:
+        """Whether an instruction widens float16 (F16C)."""
+        return bool({"f16c", "neon"} & self.features)
+
+
+@lru_cache
+def host() -> Processor:
+    """Returns this processor, with the features that the operating system lets this process use."""
+    known = {name for name, has in _host_features().items() if has}
+    unused = {name for name in os.environ.get(WITHOUT, "").split(",") if name}
+    if "amx-tile" in known and not _may_use_amx():
+        unused.add("amx-tile")
+    for name in [*unused]:
+        family = FAMILIES.get(name)
+        unused |= {other for other in known if family and other.startswith(family)}
+    native = frozenset(known - unused)
+    emulated = {name for name in os.environ.get(EMULATED, "").split(",") if name}
+    options = ",".join(f"{'+' if name in native else '-'}{name}" for name in sorted(known))
+    return Processor(binding.get_host_cpu_name(), native | emulated, native, options)
+
+
+def features() -> Features:
+    """Returns the units of this processor."""
+    return Features(host().units(), host().units("int8"))
+
+
+def tile_unit(kind: Kind = "bf16") -> str | None:
+    """Returns the best of this processor's units, or None."""
+    return next(iter(host().units(kind)), None)
 
 
 def core_count() -> int:
@@ -31,94 +133,14 @@ def core_count() -> int:
     return count or 1
 
 
-class Features(NamedTuple):
-    """The processor's units for products, best first; see `tile_units`. Without any, as on ARM, XLA
-    multiplies.
-
-    bf16: units for products of bfloat16; int8: units for products of 8-bit integers.
-    """
-
-    bf16: tuple[str, ...]
-    int8: tuple[str, ...]
-
-    def __str__(self) -> str:
-        parts = (f"{name}: {', '.join(units) or 'none'}" for name, units in self._asdict().items())
-        return "; ".join(parts)
-
-
-def features() -> Features:
-    """Returns the features that this processor has and the operating system lets this process
-    use."""
-    return Features(tile_units(), tile_units("int8"))
-
-
-def tile_unit(kind: str = "bf16") -> str | None:
-    """Returns the best unit of `tile_units`, or None."""
-    return next(iter(tile_units(kind)), None)
-
-
-@lru_cache
-def tile_units(kind: str = "bf16") -> tuple[str, ...]:
-    """Returns the processor's units for tiles of bfloat16 or, if `kind` is "int8", of 8-bit
-    integers.
-
-    They are "amx", if Linux lets this process use it (it is asked here), "avx512", for bfloat16
-    "fma", which multiplies it as fp32, and for integers "avx2", which multiplies them by the codes
-    of packed weights only; best first.
-    """
-    flags = _flags()
-    has_amx = f"amx_{kind}" in flags and _may_use_amx()
-    units = ("amx",) * has_amx
-    if kind == "int8":
-        return units + ("avx512",) * (flags >= FOR_INTEGERS) + ("avx2",) * ("avx2" in flags)
-    return units + ("avx512",) * (flags >= FOR_PAIRS) + ("fma",) * (flags >= FOR_FLOATS)
-
-
-@lru_cache
-def multiplies_pairs() -> bool:
-    """Returns whether AVX-512 has dot products of bfloat16 pairs."""
-    return _flags() >= FOR_PAIRS
-
-
-@lru_cache
-def multiplies_bytes() -> bool:
-    """Returns whether vectors of 256 bits have dot products of four 8-bit integers."""
-    return _flags() >= {"avx512_vnni", "avx512vl"}
-
-
-@lru_cache
-def has_wide_vectors() -> bool:
-    """Returns whether a vector has 512 bits, and there are 32 of them; else 256, and 16."""
-    return "avx512f" in _flags()
-
-
-@lru_cache
-def converts_half() -> bool:
-    """Returns whether the processor has an instruction that widens float16 (F16C)."""
-    return "f16c" in _flags()
-
-
-def _flags() -> set[str]:
-    """Returns the features that Numba compiles for, by the names that Linux gives them: the
-    processor's, or those of them that `NUMBA_CPU_FEATURES` names."""
-    flags = _processor_flags()
-    if not any(map(os.environ.get, NUMBA_TARGETS)):
-        return flags
-    named = os.environ.get("NUMBA_CPU_FEATURES", "").split(",")
-    kept = {name[1:].replace("-", "") for name in named if name.startswith("+")}
-    return {flag for flag in flags if flag.replace("_", "") in kept}
-
-
-def _processor_flags() -> set[str]:
-    """Returns the processor's features by the names that Linux gives them."""
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
-                return set(line.split())
-    return set()
+def _host_features() -> dict[str, bool]:
+    with suppress(RuntimeError):  # LLVM does not know this system
+        return dict(binding.get_host_cpu_features())
+    return {}
 
 
 def _may_use_amx() -> bool:
+    """Asks Linux for the permission to use AMX's registers."""
     with suppress(OSError, AttributeError):
         return bool(ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_STATE, TILE_DATA) == 0)
     return False

@@ -5,17 +5,17 @@ If code cannot be generated or called, XLA's own code is used: with equal result
 
 from __future__ import annotations
 
+import ctypes
 import re
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import jax
 
 INTERFACE = (0, 3)
-"""Major and minor version of `xla/ffi/api/c_api.h` whose layouts `jit.attention_entry` reads."""
+"""Major and minor version of `xla/ffi/api/c_api.h` whose layouts `jit.handler` reads."""
 
 NEWEST = (0, 5)
 """The newest version that was found to keep these layouts; minor versions only add to them."""
@@ -44,8 +44,8 @@ def can_be_called() -> bool:
     return version is None or INTERFACE <= version <= NEWEST  # without the header, XLA checks
 
 
-def register(name: str, make: Callable[[], tuple[Any, ...]]) -> str | None:
-    """Registers the handler that `make` generates with XLA under `name`.
+def register(name: str, compile_handler: Callable[[], int]) -> str | None:
+    """Registers the handler at the address that `compile_handler` returns with XLA under `name`.
 
     Returns the name, or None if that fails, with a `KernelWarning` that says why.
     """
@@ -53,11 +53,11 @@ def register(name: str, make: Callable[[], tuple[Any, ...]]) -> str | None:
         _warn(f"XLA's foreign-function interface {interface_version()} is newer than {NEWEST}")
         return None
     try:
-        handler = make()
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler[0].ctypes), platform="cpu")
+        handler = ctypes.c_void_p(compile_handler())
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="cpu")
     except MemoryError:
         raise
-    except Exception as error:  # any failure of Numba, LLVM or XLA
+    except Exception as error:  # any failure of LLVM or XLA
         _warn(f"{name}: {type(error).__name__}: {error}")
         return None
     return name

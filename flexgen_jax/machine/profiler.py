@@ -250,7 +250,7 @@ def machine_key(dtype: str) -> dict[str, str]:
         "device": f"{device.platform} {device.device_kind}",
         "versions": " ".join(
             [f"flexgen-jax {__version__}"]
-            + [f"{name} {version(name)}" for name in ("jax", "numba", "tensorstore")]
+            + [f"{name} {version(name)}" for name in ("jax", "llvmlite", "tensorstore")]
         ),
         "dtype": dtype,
         "units": str(features()),

@@ -7,9 +7,9 @@ fp32 products on two threads, and its share of the speed at which two threads re
 measured in the same run. XLA's code alternates with ours, and its time stands for both where runs
 leave a product to it.
 
-`NUMBA_CPU_NAME` and `NUMBA_CPU_FEATURES` hold our code to a smaller processor's units, as in
-`NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c,+bmi,+bmi2`. XLA's matmuls use all
-units of the processor regardless of these variables.
+`FLEXGEN_CPU_WITHOUT` holds our code to a smaller processor's units, as in
+`FLEXGEN_CPU_WITHOUT=avx512f,amx-tile`. XLA's matmuls use all units of the processor regardless of
+it.
 """
 
 from __future__ import annotations
@@ -18,59 +18,47 @@ import argparse
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-from numba import njit, types
-from numba.extending import intrinsic
 
 from flexgen_jax.cpu import features
-from flexgen_jax.cpu.jit.llvm import LANES, filled
-from flexgen_jax.cpu.jit.matmul_inner import added, cgutils
-from flexgen_jax.cpu.jit.packing import FLOATS, Tiles
-from flexgen_jax.cpu.processor import has_wide_vectors
+from flexgen_jax.cpu.jit.emit import F32, I64, Function, Value
+from flexgen_jax.cpu.jit.host_kernel import Arguments, HostKernel
+from flexgen_jax.cpu.jit.instructions import LANES
+from flexgen_jax.cpu.processor import host
 from flexgen_jax.machine.product_probe import COLUMNS, DEPTH, time_products
 
 THREADS = 2
-SUMS = 12 if has_wide_vectors() else 6
+SUMS = 12 if host().has_wide_vectors else 6
 TIMES = 20_000_000
 
 
-@intrinsic
-def _products(_context, count):  # type: ignore[no-untyped-def]
-    def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        tiles, factor = Tiles(builder), filled(FLOATS, 0.999)
-        sums = [cgutils.alloca_once_value(builder, filled(FLOATS, float(n))) for n in range(SUMS)]
-        with tiles.loop(arguments[0]):
-            for own in sums:
-                found = builder.load(own)
-                builder.store(added(tiles, found, factor, found), own)
-        total = builder.load(sums[0])
-        for own in sums[1:]:
-            total = builder.fadd(total, builder.load(own))
-        return tiles.sum_lanes(total)
-
-    return types.float32(types.intp), generate
+def emit_products(k: Function, call: Arguments, limits: tuple[Value, Value]) -> None:
+    """Multiplies and adds `TIMES` times, with sums that stay in registers."""
+    sums = [k.variable(k.filled(F32, LANES, float(n))) for n in range(SUMS)]
+    factor = k.filled(F32, LANES, 0.999)
+    with k.loop(TIMES):
+        for total in sums:
+            total.set(k.fma(total.get(), factor, total.get()))
+    for number, total in enumerate(sums):
+        call.array(0, F32).store(number * LANES, total.get())
 
 
-@njit(nogil=True)
-def multiply(count):  # type: ignore[no-untyped-def]
-    return _products(count)
+def emit_read(k: Function, call: Arguments, limits: tuple[Value, Value]) -> None:
+    """Reads numbers, and stores their sum in place of the first ones."""
+    numbers, sums = call.array(0, I64), [k.variable(k.filled(I64, 8)) for _ in range(4)]
+    with k.loop(call.index(1), step=32) as at:
+        for n, total in enumerate(sums):
+            total += numbers.load(at + 8 * n, 8)
+    for n, total in enumerate(sums):
+        numbers.store(8 * n, total.get())
 
 
-@njit(nogil=True)
-def read(numbers):  # type: ignore[no-untyped-def]
-    total = np.uint64(0)
-    for index in range(numbers.size):
-        total += numbers[index]
-    return total
-
-
-def best_s(work: Callable[[Any], Any], arguments: list[Any]) -> float:
-    """Returns the seconds of the fastest of five runs of `work` on a thread for each argument."""
+def best_s(works: list[Callable[[int, int], None]]) -> float:
+    """Returns the seconds of the fastest of five runs of some work, each on its own thread."""
     found = []
     for _ in range(5):
-        threads = [threading.Thread(target=work, args=(argument,)) for argument in arguments]
+        threads = [threading.Thread(target=work, args=(0, 1)) for work in works]
         started = time.perf_counter()
         for thread in threads:
             thread.start()
@@ -86,13 +74,14 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[1024, 64, 16, 4, 1])
     args = parser.parse_args()
-    multiply(1)
-    read(np.zeros(1, np.uint64))
+    multiply, read = HostKernel("products", emit_products), HostKernel("read", emit_read)
     flops = THREADS * TIMES * SUMS * LANES * 2
-    peak = flops / best_s(multiply, [TIMES] * THREADS)
-    arrays = [np.ones(1 << 26, np.uint64) for _ in range(THREADS)]
-    memory = sum(array.nbytes for array in arrays) / best_s(read, arrays)
-    print(f"units: {features()}; vectors of {512 if has_wide_vectors() else 256} bits")
+    results = [np.empty(SUMS * LANES, np.float32) for _ in range(THREADS)]
+    peak = flops / best_s([multiply.bind(result) for result in results])
+    arrays = [np.ones(1 << 26, np.int64) for _ in range(THREADS)]
+    reads = [read.bind(array, array.size) for array in arrays]
+    memory = sum(array.nbytes for array in arrays) / best_s(reads)
+    print(f"units: {features()}; vectors of {512 if host().has_wide_vectors else 256} bits")
     print(f"fp32 products {peak / 1e9:.0f} GFLOP/s; memory is read at {memory / 1e9:.1f} GB/s")
     print("| rows | bits | ms | of the products | of the memory | XLA ms |")
     print("| --- | --- | --- | --- | --- | --- |")

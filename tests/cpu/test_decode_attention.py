@@ -15,9 +15,9 @@ import pytest
 
 from flexgen_jax import Policy
 from flexgen_jax.cpu import attention
-from flexgen_jax.cpu.jit import attention_entry
-from flexgen_jax.cpu.jit.attention_entry import ALL, PARTS, RESULTS, array_in
-from flexgen_jax.cpu.jit.xla_calls import words
+from flexgen_jax.cpu.jit import handler
+from flexgen_jax.cpu.jit.emit import I32, Function
+from flexgen_jax.cpu.jit.handler import RANGES_PER_THREAD, Call, compiled_handler
 from flexgen_jax.cpu.targets import register
 from flexgen_jax.layers.attention import attend_blocks
 from flexgen_jax.layers.programs import table
@@ -145,33 +145,30 @@ def test_runs_are_those_of_attention_on_the_host(
     assert calls[0] == {(8, "float32", 16), (8, "float32", bits)}
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_part_without_memory_is_an_error() -> None:
     """The call neither gives a wrong result nor hangs."""
 
-    def compute(shared, part):  # type: ignore[no-untyped-def]
-        if part == 1:
-            raise MemoryError
-        return 1
+    def compute(k: Function, call: Call) -> None:
+        amount = call.part.equals(1).select(k.index(1 << 60), 16)
+        with k.workspace((I32, amount)):
+            pass
 
     name = "test_of_failing"
-    target = register(name, lambda: attention_entry.handler(name, compute))
+    target = register(name, lambda: compiled_handler(name, compute))
     program = jax.jit(jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((4, 1), jnp.float32)))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"RESOURCE_EXHAUSTED.*no memory"):
         jax.block_until_ready(program(jnp.zeros(4)))
 
 
 def test_no_more_threads_than_cores_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compute(shared, part):  # type: ignore[no-untyped-def]
-        result = words(words(shared[RESULTS])[0])
-        array_in(result, (64,), np.int32)[part] = shared[ALL]
-        return 1
+    def compute(k: Function, call: Call) -> None:
+        call.result(0).array(I32).store(call.part, call.parts.to(I32))
 
     name = "test_of_sharing"
-    target = register(name, lambda: attention_entry.handler(name, compute))
+    monkeypatch.setattr(handler, "core_count", lambda: 1)
+    target = register(name, lambda: compiled_handler(name, compute))
     program = jax.jit(jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((64,), jnp.int32)))
-    monkeypatch.setattr(attention_entry._cores(), "value", 1)
-    assert program(jnp.zeros(4))[0] == PARTS
+    assert program(jnp.zeros(4))[0] == RANGES_PER_THREAD
 
 
 def test_the_smallest_numbers_of_half_precision_are_not_zero() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,21 +11,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import njit
 
 from flexgen_jax.cpu import matmul, processor
-from flexgen_jax.cpu.jit.matmul_blocked import COLUMNS, DEPTH
-from flexgen_jax.cpu.jit.matmul_packed import FOLDED, most_folded
-from flexgen_jax.cpu.jit.matmul_small_batch import MOST
-from flexgen_jax.cpu.jit.packing import PAIR, give_rows
-from flexgen_jax.cpu.matmul import FEW_ROWS
-from flexgen_jax.cpu.processor import (
-    FOR_FLOATS,
-    FOR_INTEGERS,
-    FOR_PAIRS,
-    NUMBA_TARGETS,
-    tile_units,
-)
+from flexgen_jax.cpu.jit.emit import F32, I16, Function, Value
+from flexgen_jax.cpu.jit.few_rows import MOST
+from flexgen_jax.cpu.jit.host_kernel import Arguments, HostKernel
+from flexgen_jax.cpu.jit.many_rows import COLUMNS, DEPTH
+from flexgen_jax.cpu.jit.operands import PAIR, Operands
+from flexgen_jax.cpu.jit.paper_rows import FOLDED, max_folded_rows
+from flexgen_jax.cpu.jit.tiles import give_rows
+from flexgen_jax.cpu.processor import FOR_FLOATS, FOR_INTEGERS, FOR_PAIRS
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.quantization import QuantizedArray, dequantize, quantize, quantize_as
 from flexgen_jax.layers.rotary import Rows
@@ -40,11 +37,6 @@ from tests.helpers.units import use_unit
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="for the CPU as the device")
 TARGET = "flexgen_jax_multiply_rows"
 with_tiles = pytest.mark.usefixtures("tiles")
-
-
-def test_few_rows_are_as_many_as_their_kernel_takes() -> None:
-    """`FEW_ROWS` repeats `MOST`, because importing the module of `MOST` would load Numba."""
-    assert FEW_ROWS == MOST
 
 
 @pytest.mark.parametrize(
@@ -71,10 +63,10 @@ def test_what_is_faster_decides(
 @pytest.mark.parametrize(
     ("flags", "is_granted", "units"),
     [
-        (FOR_PAIRS | FOR_INTEGERS | {"amx_bf16", "amx_int8"}, True, ("amx", "avx512")),
-        (FOR_PAIRS | FOR_FLOATS | {"amx_bf16", "amx_int8"}, False, ("avx512", "fma")),
+        (FOR_PAIRS | FOR_INTEGERS | {"amx-tile", "amx-bf16", "amx-int8"}, True, ("amx", "avx512")),
+        (FOR_PAIRS | FOR_FLOATS | {"amx-tile", "amx-bf16", "amx-int8"}, False, ("avx512", "fma")),
         (FOR_INTEGERS | FOR_FLOATS, True, ("fma",)),
-        ({"amx_bf16", "avx512f"}, True, ("amx",)),
+        ({"amx-tile", "amx-bf16", "avx512f"}, True, ("amx",)),
         ({"avx2"}, True, ()),
         (set(), True, ()),
     ],
@@ -82,19 +74,25 @@ def test_what_is_faster_decides(
 def test_units_are_those_that_may_be_used(
     flags: set[str], is_granted: bool, units: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in NUMBA_TARGETS:
+    for name in (processor.WITHOUT, processor.EMULATED):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(processor, "_processor_flags", lambda: flags)
+    monkeypatch.setattr(processor, "_host_features", lambda: dict.fromkeys(flags, True))
     monkeypatch.setattr(processor, "_may_use_amx", lambda: is_granted)
-    assert tile_units.__wrapped__() == units
-    assert ("amx" in tile_units.__wrapped__("int8")) == ("amx_int8" in flags and is_granted)
-    assert ("avx512" in tile_units.__wrapped__("int8")) == (flags >= FOR_INTEGERS)
-    assert ("avx2" in tile_units.__wrapped__("int8")) == ("avx2" in flags)
-    monkeypatch.setenv("NUMBA_CPU_NAME", "generic")
-    assert tile_units.__wrapped__() == ()
-    monkeypatch.setenv("NUMBA_CPU_FEATURES", "+avx2,+fma,-avx512bf16,+amx-bf16")
-    kept = ("amx",) * ("amx" in units) + ("fma",) * ("fma" in units)
-    assert tile_units.__wrapped__() == kept
+    this = processor.host.__wrapped__()
+    assert this.units() == units
+    assert ("amx" in this.units("int8")) == ("amx-int8" in flags and is_granted)
+    assert ("avx512" in this.units("int8")) == (flags >= FOR_INTEGERS)
+    assert ("avx2" in this.units("int8")) == ("avx2" in flags)
+    monkeypatch.setenv(processor.WITHOUT, "avx512f")
+    assert processor.host.__wrapped__().units() == tuple(x for x in units if x != "avx512")
+    monkeypatch.setenv(processor.WITHOUT, "fma,amx-tile,avx512bf16")
+    assert processor.host.__wrapped__().units() == ()
+
+
+def test_units_of_another_processor_are_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(processor.EMULATED, "avx512f,avx512bw,avx512bf16")
+    this = processor.host.__wrapped__()
+    assert "avx512" in this.units()
 
 
 def exact(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> np.ndarray:
@@ -163,7 +161,7 @@ def test_quantized_kernels_are_unpacked(shape: tuple[int, int, int], bits: int) 
     target = f"{TARGET}_{bits}_{matmul.tile_unit()}"
     assert target in anew(CPU.matmul).lower(x, kernel, bias).as_text()
     found = anew(CPU.matmul)(x, kernel, bias)
-    if rows > most_folded(str(matmul.tile_unit())):
+    if rows > max_folded_rows(str(matmul.tile_unit()), processor.host()):
         assert_nearest(found, exact(x, dequantize(kernel), bias))
     else:
         assert_folded(found, x, kernel, bias)
@@ -212,7 +210,7 @@ def test_unpacked_kernels_are_the_dequantized_ones(bits: int, columns: int) -> N
     assert (TARGET in anew(CPU.matmul).lower(unit, kernel, None).as_text()) == whole
     for rows in (unit, unit[:MOST], unit[:5]):
         found = anew(CPU.matmul)(rows, kernel, None)
-        if len(rows) > most_folded(str(matmul.tile_unit())) or not whole:
+        if len(rows) > max_folded_rows(str(matmul.tile_unit()), processor.host()) or not whole:
             np.testing.assert_array_equal(found.T, dequantize(kernel)[:, : len(rows)])
         else:
             expected = levels(kernel).astype(np.float64)[:, : len(rows)]
@@ -231,7 +229,7 @@ def test_logits_are_not_rounded(rows: int, bits: int) -> None:
     found = anew(CPU.logits)(x, kept)
     assert found.dtype == jnp.float32
     plain = table if bits == 16 else dequantize(kept)
-    if bits < 16 and rows <= most_folded(str(matmul.tile_unit())):
+    if bits < 16 and rows <= max_folded_rows(str(matmul.tile_unit()), processor.host()):
         assert_folded(found, x, kept, None)
     else:
         np.testing.assert_allclose(found, exact(x, plain, None), rtol=1e-5, atol=1e-4)
@@ -260,14 +258,20 @@ def test_results_are_rounded_to_the_nearest(values: list[float], is_aligned: boo
     room = np.zeros(3 * PAIR, np.uint16)
     start = (64 - room.ctypes.data % 64) % 64 // 2
     out = room[start : start + PAIR] if is_aligned else room[start + 1 : start + 1 + PAIR]
-    _give(sums.reshape(-1), np.zeros(PAIR, np.float32), out, is_aligned)
+    giving_kernel().bind(sums, np.zeros(PAIR, np.float32), out, int(is_aligned))(0, 1)
     found, expected = out.view(ml_dtypes.bfloat16), (row + np.float32(0)).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))
 
 
-@njit
-def _give(sums, bias, out, is_aligned):  # type: ignore[no-untyped-def]
-    give_rows(sums, 1, bias, 0, out, 0, PAIR, 1, is_aligned)
+@cache
+def giving_kernel() -> HostKernel:
+    def emit(k: Function, call: Arguments, limits: tuple[Value, Value]) -> None:
+        zero, columns = k.index(0), k.index(PAIR)
+        out, bias, sums = call.array(2, I16), call.array(1, F32), call.array(0, F32)
+        operands = Operands(out, bias, out, k.index(1), zero, columns)
+        give_rows(operands, sums, (zero, zero), (k.index(1), 1), call.index(3).differs(0))
+
+    return HostKernel("test_of_giving", emit)
 
 
 @with_tiles

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flexgen_jax.cpu import matmul
-from flexgen_jax.cpu.jit.matmul_codes_steps import BLOCK, DEPTH, ROWS
+from flexgen_jax.cpu.jit.paper_integers import BLOCK, DEPTH, ROWS
 from flexgen_jax.layers.matmul_int8 import OUTLIER
 from flexgen_jax.layers.quantization import QuantizedArray, quantize
 from flexgen_jax.models.formats.storage import GROUP_SIZE

@@ -18,8 +18,8 @@ from safetensors.numpy import load_file
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.cpu import matmul
-from flexgen_jax.cpu.jit.matmul_blocked import COLUMNS, DEPTH
-from flexgen_jax.cpu.jit.matmul_int8 import CHUNK
+from flexgen_jax.cpu.jit.integer_rows import CHUNK_STEPS
+from flexgen_jax.cpu.jit.many_rows import COLUMNS, DEPTH
 from flexgen_jax.layers import programs
 from flexgen_jax.layers.matmul_int8 import (
     OUTLIER,
@@ -114,9 +114,9 @@ def test_kernels_use_their_levels(bits: int) -> None:
 SHAPES = [
     (1, 64, 64, 0),
     (40, 384, 320, 1),
-    (33, 2 * CHUNK + 128, COLUMNS + 64, 70),
+    (33, 64 * CHUNK_STEPS + 128, COLUMNS + 64, 70),
     (70, 4 * DEPTH + 192, 64, 0),
-    (70, 4 * DEPTH + 192, 64, CHUNK + 64),
+    (70, 4 * DEPTH + 192, 64, 32 * CHUNK_STEPS + 64),
     (129, 2 * DEPTH + 640, 8 * COLUMNS + 64, 0),
     (129, 2 * DEPTH + 640, 8 * COLUMNS + 64, 70),
 ]

@@ -4,7 +4,7 @@ NumPy."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numba import njit
 
 from flexgen_jax import Policy, SamplingParams
 from flexgen_jax.cpu import CpuKernels, attention
-from flexgen_jax.cpu.jit.prefill_attention_ir import COLUMNS, ROWS, keep, multiply, widen
-from flexgen_jax.cpu.jit.softmax_ir import weigh
+from flexgen_jax.cpu.jit.emit import F32, Function, Value
+from flexgen_jax.cpu.jit.host_kernel import Arguments, HostKernel
+from flexgen_jax.cpu.jit.prefill_attention import COLUMNS, ROWS, Matrix, emit_product
+from flexgen_jax.cpu.jit.softmax import weigh
 from flexgen_jax.engine import starting
 from flexgen_jax.layers.attention import MASKED
 from flexgen_jax.layers.programs import table
@@ -197,9 +198,15 @@ def test_runs_are_those_of_xla(
     table.compiled.cache_clear()
 
 
-@njit
-def softmax(scores, at, begin, end, room, peak):
-    return weigh(scores, at, begin, end, room, peak)
+@cache
+def softmax_kernel() -> HostKernel:
+    def emit(k: Function, call: Arguments, limits: tuple[Value, Value]) -> None:
+        tokens = call.index(1), call.index(2)
+        result = weigh(k, call.array(0, F32), tokens, call.index(3), call.single(4))
+        for number, value in enumerate(result):
+            call.array(5, F32).store(number, value)
+
+    return HostKernel("test_of_softmax", emit)
 
 
 @examples(30)
@@ -217,45 +224,28 @@ def test_weights_are_the_formula(data: st.DataObject, room: int, at: int, scale:
     scores[:at] = scores[at + end :] = 7e4  # must not be read
     before, asked = scores.copy(), scores[at + begin : at + end].copy()
     peak = data.draw(st.sampled_from([np.float32(MASKED), np.float32(1.5)]))
-    highest, summed = softmax(scores, at, begin, end, room, peak)
-    assert highest == max(peak, asked.max())
+    result = np.empty(2, np.float32)
+    softmax_kernel().bind(scores[at:], begin, end, room, peak, result)(0, 1)
+    assert result[0] == max(peak, asked.max())
     expected = np.zeros(room)
-    expected[begin:end] = np.exp((asked - np.float32(highest)).astype(np.float64))
+    expected[begin:end] = np.exp((asked - result[0]).astype(np.float64))
     np.testing.assert_allclose(scores[at : at + room], expected, rtol=1e-6, atol=2e-38)
-    np.testing.assert_allclose(summed, expected.sum(), rtol=1e-6, atol=1e-36)
+    np.testing.assert_allclose(result[1], expected.sum(), rtol=1e-6, atol=1e-36)
     np.testing.assert_array_equal(scores[:at], before[:at])
     np.testing.assert_array_equal(scores[at + room :], before[at + room :])
 
 
-@njit
-def product(left, width, right, begin, step, out, at, pitch, count):
-    multiply(left, width, right, begin, step, out, at, pitch, count)
-
-
 @pytest.mark.parametrize("count", [0, 1, 20])
 def test_product_of_a_tile(count: int) -> None:
+    def emit(k: Function, call: Arguments, limits: tuple[Value, Value]) -> None:
+        left, right, out = (call.array(n, F32) for n in range(3))
+        sides = Matrix(left, 20), Matrix(right.at(36), 100), Matrix(out.at(40), 90)
+        emit_product(*sides, call.index(3))
+
     rng = np.random.default_rng(0)
     left, right = (rng.normal(size=shape).astype(np.float32) for shape in ((ROWS, 20), (20, 100)))
     out = np.zeros((ROWS, 90), np.float32)
-    product(left.ravel(), 20, right.ravel(), 36, 100, out.ravel(), 40, 90, count)
+    HostKernel("test_of_product", emit).bind(left, right, out, count)(0, 1)
     expected = np.zeros_like(out)
     expected[:, 40 : 40 + COLUMNS] = left[:, :count] @ right[:count, 36 : 36 + COLUMNS]
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
-
-
-@njit
-def moved(stored, wide, same):
-    widen(stored, 3, wide, 2, 20, False)
-    keep(stored, 3, same, 1, 20, False)
-
-
-def test_elements_are_moved() -> None:
-    floats = np.random.default_rng(0).normal(size=30).astype(np.float32)
-    stored = np.asarray(jnp.asarray(floats, jnp.bfloat16))
-    wide, same = np.zeros(30, np.float32), np.zeros(30, np.uint16)
-    moved(stored.view(np.uint16), wide, same)
-    np.testing.assert_array_equal(wide[2:22], stored[3:23].astype(np.float32))
-    np.testing.assert_array_equal(same[1:21], stored.view(np.uint16)[3:23])
-    assert not wide[:2].any()
-    assert not wide[22:].any()
-    assert not same[21:].any()

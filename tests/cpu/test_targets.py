@@ -25,8 +25,8 @@ def test_the_interface_is_the_one_that_handlers_know() -> None:
     assert found is not None, "jaxlib has no xla/ffi/api/c_api.h: its version cannot be checked"
     assert INTERFACE <= found <= NEWEST, (
         f"XLA's foreign-function interface is {found}, and was last looked at in {NEWEST}: compare "
-        "the structures in xla/ffi/api/c_api.h with the words that cpu/jit/attention_entry.py and "
-        "cpu/jit/xla_calls.py read; then set NEWEST in cpu/targets.py. Until then XLA computes."
+        "the structures in xla/ffi/api/c_api.h with the words that cpu/jit/handler.py reads; then "
+        "set NEWEST in cpu/targets.py. Until then XLA computes."
     )
 
 
@@ -58,9 +58,9 @@ def test_what_cannot_be_called_is_left_to_xla(cause: str, monkeypatch: pytest.Mo
         monkeypatch.setattr(targets, "interface_version", lambda: (0, NEWEST[1] + 1))
     else:
         for name in ("attention_handler", "prompt_handler"):
-            monkeypatch.setattr(f"flexgen_jax.cpu.jit.attention_entry.{name}", broken)
+            monkeypatch.setattr(attention, name, broken)
         for name in ("product_handler", "int8_handler"):
-            monkeypatch.setattr(f"flexgen_jax.cpu.jit.matmul_entry.{name}", broken)
+            monkeypatch.setattr(matmul, name, broken)
     x, kernel = numbers(96, 128), numbers(64, 128, seed=1)
     query = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 1, 64)), jnp.float32)
     block = (jnp.ones((2, 3, 8, 64)), jnp.ones((2, 3, 8, 64)))
@@ -92,7 +92,7 @@ def test_what_cannot_be_called_is_left_to_xla(cause: str, monkeypatch: pytest.Mo
 
 
 def test_no_memory_is_not_taken_for_a_missing_compiler() -> None:
-    def make() -> tuple[Any, ...]:
+    def make() -> int:
         raise MemoryError
 
     with pytest.raises(MemoryError):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.cpu.host_attention import Candidates, HostAttention, HostBlock
-from flexgen_jax.cpu.jit.decode_attention import choose_top
+from flexgen_jax.cpu.jit.top_tokens import choose_kernel
 from flexgen_jax.layers.attention import attend_blocks, attend_itself, merge
 from flexgen_jax.layers.sparse_attention import attend_ranked, attend_top, rank
 from flexgen_jax.models.parts import AttentionSpec
@@ -228,7 +228,7 @@ def test_choose_top(seed: int, tokens: int, share: float, is_whole: bool) -> Non
     scores[:, : tokens // 4] = -np.inf
     counts = np.full(5, round(share * (tokens - tokens // 4)), np.int32)
     chosen = np.full((5, tokens + 1), -1, np.int32)
-    choose_top()(scores, counts, chosen, 0, 5)
+    choose_kernel().bind(scores, tokens, counts, chosen, tokens + 1)(0, 5)
     best = np.argsort(-scores, axis=1, kind="stable")[:, : counts[0]]
     np.testing.assert_array_equal(chosen[:, : counts[0]], np.sort(best, axis=1))
 

@@ -1,233 +1,483 @@
-"""Decode attention on the CPU over keys and values where they lie, compiled by Numba.
+"""Decode attention over keys and values where they lie.
 
 XLA's CPU backend reads a 16-bit cache well below the memory's speed, because its loops convert
-element by element. These loops read the cache at the memory's speed, in any format it is kept in.
+element by element. These loops read the cache at the memory's speed, in any format.
 
-A row is one query head of one sequence. Rows are independent, so each thread takes a range of them,
-`start` to `end`. The compute kernels release the interpreter lock. In all of them
-
-    query: fp32 [row, head_dim], scaled; keys, values: the arrays that a block is kept in, each
-    [row / group, token, ...], since `group` consecutive query heads share one; first: int64 [row],
-    the first valid token of the block; stop: the end of the valid tokens, the same for all rows;
-    softcap: as in `AttentionSpec`, 0 for none.
+A row is one query head of one sequence; `group` consecutive rows share keys and values. Rows are
+independent, so each thread takes a range of them. Up to `TOGETHER` rows of a group are computed
+together, so that their keys and values are read and widened once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
+from typing import NamedTuple
 
-import numpy as np
-from numba import njit
-
-from flexgen_jax.cpu.jit import decode_attention_ir, llvm, softmax_ir
-from flexgen_jax.cpu.jit.code_cache import MATH, compiled, source_of
-from flexgen_jax.cpu.jit.decode_attention_ir import add_row, add_some, score_row
-from flexgen_jax.cpu.jit.llvm import LANES
-from flexgen_jax.cpu.jit.softmax_ir import exp, weigh
+from flexgen_jax.cpu.jit.emit import (
+    F32,
+    FIRST_CACHE,
+    I8,
+    I16,
+    I32,
+    I64,
+    ITEM_BYTES,
+    LINE_BYTES,
+    Array,
+    Function,
+    Scalar,
+    Value,
+    Variable,
+)
+from flexgen_jax.cpu.jit.handler import Call, compiled_handler
+from flexgen_jax.cpu.jit.host_kernel import Arguments, HostKernel
+from flexgen_jax.cpu.jit.instructions import LANES
+from flexgen_jax.cpu.jit.softmax import cap, weigh
+from flexgen_jax.cpu.jit.vectors import exp, from_bfloat16, from_float16, lane_sum, lane_sums
 from flexgen_jax.layers.attention import MASKED
-from flexgen_jax.models.formats import storage
+from flexgen_jax.models.formats.storage import kv_storage
 
-VECTOR_FILES = (decode_attention_ir.__file__, softmax_ir.__file__, storage.__file__, llvm.__file__)
-SOURCE = source_of(__file__, *VECTOR_FILES)
-"""A checksum of the code that the compute kernels are made from, see `source_of`."""
+AHEAD = 2048
+"""Distance in bytes between the token in use and the one that is prefetched."""
 
-LEAST = np.float32(MASKED / 2)
-"""Tokens that are not valid have scores below this."""
+TOGETHER = 4
+"""Rows of a group that are computed together."""
 
-
-@njit(inline="always")
-def cap(scores, start, stop, softcap):
-    """Bounds the scores from start to stop: softcap * tanh(score / softcap)."""
-    if softcap > 0:
-        for i in range(start, stop):
-            power = exp(np.float32(-2) * np.abs(scores[i]) / softcap)
-            bounded = softcap * (np.float32(1) - power) / (np.float32(1) + power)
-            scores[i] = bounded if scores[i] > 0 else -bounded
+TOKENS = 4
+"""Tokens whose values are added at a time."""
 
 
-@njit(inline="always")
-def fold_rows(keys, values, first, stop, heads, start, query, state, how, size, is_half, bits):
-    """Folds a KV block into a running result, for the rows from `start` on.
+class Chunk(NamedTuple):
+    """Consecutive elements of a head that are stored together."""
 
-    state: peak, total and out as in `fold_for`, with one entry per row taken; first: [row / heads],
-    one entry for every `heads` rows; how: group and softcap.
+    start: int
+    """Index of the first element in the head."""
+    width: int
+    """Number of elements."""
+    first: int
+    """Their place in the stored row."""
+    plane: int
+    """Number of their plane, see `layers/quantization.py`; 0 where they are not packed."""
+    group: int
+    """Number of their group; 0 where they are not packed."""
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """How a head's keys and values are stored."""
+
+    size: int
+    """Elements of a head."""
+    dtype: str
+    """Of plain blocks."""
+    bits: int
+    """Of packed blocks; 16 for plain ones."""
+
+    @property
+    def is_packed(self) -> bool:
+        return self.bits < 16
+
+    @property
+    def scalar(self) -> Scalar:
+        """Type of the stored elements; 16-bit floats are given as bits."""
+        return I8 if self.is_packed else F32 if self.dtype == "float32" else I16
+
+    @cached_property
+    def chunks(self) -> list[Chunk]:
+        """Chunks within one plane and one group, of a power of two of elements, `LANES` at most."""
+        storage = kv_storage((1, 1, 1, self.size), "bfloat16", self.bits)
+        length = storage.plane_length if self.is_packed else self.size
+        group = storage.group_size if self.is_packed else self.size
+        chunks, start = list[Chunk](), 0
+        while start < self.size:
+            end = min(self.size, (start // length + 1) * length, (start // group + 1) * group)
+            width = min(LANES, 1 << ((end - start).bit_length() - 1))
+            chunks.append(Chunk(start, width, start % length, start // length, start // group))
+            start += width
+        return chunks
+
+    @property
+    def stored_size(self) -> int:
+        """Stored elements of a token."""
+        return max(chunk.first + chunk.width for chunk in self.chunks)
+
+    @property
+    def num_groups(self) -> int:
+        return self.chunks[-1].group + 1
+
+    def widened(self, bits: Value) -> Value:
+        """Widens plain elements, or scales and minima."""
+        if bits.is_float:
+            return bits
+        return from_float16(bits) if self.dtype == "float16" else from_bfloat16(bits)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Keys or values of a KV block: [row / group, token, ...] elements; if packed also scales and
+    minima."""
+
+    format: CacheFormat
+    arrays: Sequence[Array]
+    tokens: Value
+
+    def at(self, row: Value) -> Side:
+        """Returns the keys or values of the rows of a group."""
+        sizes = (self.format.stored_size, self.format.num_groups, self.format.num_groups)
+        begin = row * self.tokens
+        arrays = [array.at(begin * size) for array, size in zip(self.arrays, sizes, strict=False)]
+        return Side(self.format, arrays, self.tokens)
+
+    def prefetch(self, token: Value, ahead_bytes: int = 0) -> None:
+        """Prefetches a token's elements; harmless if there is no such token."""
+        line = max(1, LINE_BYTES // ITEM_BYTES[str(self.format.scalar)])
+        elements = self.arrays[0].at(token * self.format.stored_size)
+        ahead = ahead_bytes // ITEM_BYTES[str(self.format.scalar)]
+        for first in range(0, self.format.stored_size, line):
+            elements.prefetch(ahead + first, FIRST_CACHE)
+
+    def chunk(self, token: Value, chunk: Chunk) -> Value:
+        """Loads a chunk of a token as fp32; if it is packed, its codes."""
+        stored = self.arrays[0].load(token * self.format.stored_size + chunk.first, chunk.width)
+        if not self.format.is_packed:
+            return self.format.widened(stored)
+        codes = stored.to(I32, is_signed=False) >> self.format.bits * chunk.plane
+        return (codes & (1 << self.format.bits) - 1).to(F32)
+
+    def factors(self, token: Value, group: int) -> tuple[Value, Value]:
+        """Loads the scale and the minimum of a token's group."""
+        index = token * self.format.num_groups + group
+        scale, minimum = (self.format.widened(side.load(index)) for side in self.arrays[1:])
+        return scale, minimum
+
+
+def emit_scores(
+    side: Side,
+    tokens: tuple[Value, Value],
+    queries: Sequence[Array],
+    scores: Sequence[Array],
+) -> None:
+    """Writes the products of some rows' queries and the keys of a range of tokens."""
+    k, (begin, end) = queries[0].k, tokens
+    many = min(LANES // len(queries), TOKENS)
+    sums = [_group_sums(side.format, query) for query in queries]
+    whole = begin + (end - begin) // many * many
+    with k.loop(whole, begin, step=many) as token:
+        of_tokens = [_products(side, token + n, queries, sums) for n in range(many)]
+        totals = lane_sums([products[row] for row in range(len(queries)) for products in of_tokens])
+        for row, place in enumerate(scores):
+            place.store(token, totals.shuffle(range(row * many, (row + 1) * many)))
+    with k.loop(end, whole) as token:
+        for product, place in zip(_products(side, token, queries, sums), scores, strict=True):
+            place.store(token, lane_sum(product))
+
+
+def _group_sums(of: CacheFormat, query: Array) -> list[Value]:
+    """Returns for each group the sums of a query's elements, lane by lane: a group's minimum is
+    multiplied by them."""
+    totals = [query.k.filled(F32, LANES)] * (of.num_groups if of.is_packed else 0)
+    for chunk in of.chunks if of.is_packed else ():
+        own = _padded(query.load(chunk.start, chunk.width))
+        totals[chunk.group] = totals[chunk.group] + own
+    return totals
+
+
+def _padded(vector: Value) -> Value:
+    """Returns a vector of `LANES` lanes that ends with zeros."""
+    if vector.lanes == LANES:
+        return vector
+    if vector.lanes == 1:
+        return vector.k.filled(F32, LANES).with_lane(0, vector)
+    lanes = [min(lane, vector.lanes) for lane in range(LANES)]
+    return vector.shuffle(lanes, vector.k.filled(F32, vector.lanes))
+
+
+def _products(
+    side: Side, token: Value, queries: Sequence[Array], sums: Sequence[Sequence[Value]]
+) -> list[Value]:
+    """Returns for each row the products of its query and a token's key, to be added up."""
+    k, of, rows = token.k, side.format, range(len(queries))
+    side.prefetch(token, AHEAD)
+    by_group: dict[tuple[int, int], list[Value]] = {}
+    for chunk in of.chunks:
+        key = side.chunk(token, chunk)
+        where = (chunk.group, chunk.width)
+        before = by_group.get(where, [k.filled(F32, chunk.width)] * len(queries))
+        own = [query.load(chunk.start, chunk.width) for query in queries]
+        by_group[where] = [k.fma(key, own[row], before[row]) for row in rows]
+    totals = [k.filled(F32, LANES)] * len(queries)
+    for (group, _), products in by_group.items():
+        scale = side.factors(token, group)[0] if of.is_packed else k.number(F32, 1.0)
+        wide = [_padded(product) for product in products]
+        totals = [k.fma(wide[row], scale, totals[row]) for row in rows]
+    for group in range(of.num_groups if of.is_packed else 0):
+        minimum = side.factors(token, group)[1]
+        totals = [k.fma(sums[row][group], minimum, totals[row]) for row in rows]
+    return totals
+
+
+def emit_mix(
+    side: Side,
+    slots: tuple[Value, Value],
+    weights: Sequence[Array],
+    outs: Sequence[Array],
+    token_of: Array | None = None,
+) -> None:
+    """Adds the values of a range of slots, times each row's weights, to the rows' results, fp32.
+
+    token_of: int32, the token of each slot; None if a slot is a token.
     """
-    (peak, total, out), (group, softcap) = state, how
-    scores = np.empty(keys[0].shape[1] + LANES, np.float32)
-    room = -(-stop // LANES) * LANES
-    for i in range(peak.size):
-        row = start + i
-        begin = np.int64(first[row // heads])
-        if begin >= stop:
-            continue
-        question, mixed, kept = query[row], out[i], row // group
-        score_row(keys, kept, begin, stop, question, scores, size, is_half, bits)
-        cap(scores, begin, stop, softcap)
-        highest, summed = weigh(scores, 0, begin, stop, room, peak[i])
-        fade = exp(peak[i] - highest)
-        for k in range(size):
-            mixed[k] *= fade
-        add_row(values, kept, begin, stop, scores, mixed, size, is_half, bits)
-        peak[i], total[i] = highest, total[i] * fade + summed
+    k, (begin, end) = outs[0].k, slots
+    whole = begin + (end - begin) // TOKENS * TOKENS
+    for limits, many in (((begin, whole), TOKENS), ((whole, end), 1)):
+        with k.loop(limits[1], limits[0], step=many) as slot:
+            _add_values(side, [slot + n for n in range(many)], end, weights, outs, token_of)
+
+
+def _add_values(
+    side: Side,
+    slots: Sequence[Value],
+    end: Value,
+    weights: Sequence[Array],
+    outs: Sequence[Array],
+    token_of: Array | None,
+) -> None:
+    k, of = outs[0].k, side.format
+    tokens = [slot if token_of is None else token_of.load(slot).to(slot.scalar) for slot in slots]
+    for slot, token in zip(slots, tokens, strict=True):
+        if token_of is None:
+            side.prefetch(token, AHEAD)
+        else:
+            later = (slot + 2 * TOKENS).minimum(end - 1)
+            side.prefetch(token_of.load(later).to(slot.scalar))
+    factors: dict[int, list[tuple[Value, Value]]] = {}
+    for group in range(of.num_groups if of.is_packed else 0):
+        factors[group] = [side.factors(token, group) for token in tokens]
+    for chunk in of.chunks:
+        values = [side.chunk(token, chunk) for token in tokens]
+        if of.is_packed:
+            pairs = zip(values, factors[chunk.group], strict=True)
+            values = [k.fma(value, scale, minimum) for value, (scale, minimum) in pairs]
+        for out, weight in zip(outs, weights, strict=True):
+            total = out.load(chunk.start, chunk.width)
+            for slot, value in zip(slots, values, strict=True):
+                total = k.fma(value, weight.load(slot), total)
+            out.store(chunk.start, total)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A running softmax of rows, fp32."""
+
+    peak: Array
+    """[row], the largest score so far."""
+    total: Array
+    """[row], the sum of exp(score - peak)."""
+    out: Array
+    """[row, head_dim], the sum of exp(score - peak) * value."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a call."""
+
+    query: Array
+    """Scaled, fp32 [row, head_dim]."""
+    limits: tuple[Value, Value]
+    """Where the range of rows begins and ends."""
+    group: Value
+    """Rows that share keys and values."""
+    softcap: Value
+    """The bound of scores, 0 for none."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A KV block."""
+
+    keys: Side
+    values: Side
+    first_of: Callable[[Value], Value]
+    """Emits a row's first valid token."""
+    stop: Value
+    """The end of the valid tokens, the same for all rows."""
+
+
+def scores_room(tokens: Value) -> Value:
+    """Returns the elements of `emit_fold`'s scores, for blocks of up to `tokens` tokens."""
+    return (tokens + LANES).round_up(LANES) * TOGETHER
+
+
+def emit_fold(block: Block, rows: Rows, running: Running, scores: Array) -> None:
+    """Folds a KV block into a running result. scores: see `scores_room`."""
+    k, (begin, end) = block.stop.k, rows.limits
+    row = k.variable(begin)
+    with k.while_(lambda: row.get() < end):
+        in_group = (rows.group - row.get() % rows.group).minimum(end - row.get())
+        with k.either(in_group >= TOGETHER) as branches:
+            for branch, many in zip(branches, (TOGETHER, 1), strict=True):
+                with branch:
+                    _fold_together(block, rows, running, scores, (row.get(), many))
+                    row += k.index(many)
+
+
+def _fold_together(
+    block: Block, rows: Rows, running: Running, scores: Array, some: tuple[Value, int]
+) -> None:
+    """Folds a block into the results of some rows of a group: the first one and their number."""
+    k, stop, (first_row, many) = block.stop.k, block.stop, some
+    size, room = block.keys.format.size, (stop + LANES).round_up(LANES)
+    begin = block.first_of(first_row)
+    with k.when(begin < stop):
+        keys, values = (side.at(first_row // rows.group) for side in (block.keys, block.values))
+        queries = [rows.query.at((first_row + n) * size) for n in range(many)]
+        weights = [scores.at(room * n) for n in range(many)]
+        outs = [running.out.at((first_row + n) * size) for n in range(many)]
+        emit_scores(keys, (begin, stop), queries, weights)
+        for n in range(many):
+            row = first_row + n
+            cap(k, weights[n], begin, stop, rows.softcap)
+            peak = running.peak.load(row)
+            highest, summed = weigh(k, weights[n], (begin, stop), stop.round_up(LANES), peak)
+            fade = exp(peak - highest)
+            for chunk in block.keys.format.chunks:
+                out = outs[n].load(chunk.start, chunk.width)
+                outs[n].store(chunk.start, out * fade)
+            running.peak.store(row, highest)
+            running.total.store(row, k.fma(running.total.load(row), fade, summed))
+        emit_mix(values, (begin, stop), weights, outs)
 
 
 @lru_cache
-def fold_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
-    """Returns the compute kernel `fold` for heads of `size` elements.
+def attention_handler(name: str, size: int, dtype: str, bits: int) -> int:
+    """Returns the handler of decode attention.
 
-    is_half: whether the cache is kept in float16; bits: the width of a packed cache, or 16. As
-    compile-time constants they make the loops short and free of checks.
+    size: elements of a head; dtype: of plain blocks; bits: the width of packed blocks, or 16.
 
-    fold(query, keys, values, first, stop, peak, total, out, group, softcap, start, end) folds a
-    block into a running result: peak, fp32 [row], the largest score so far; total, fp32 [row], the
-    sum of exp(score - peak); out, fp32 [row, head_dim], the sum of exp(score - peak) * value.
+    Its arguments: query, fp32 [row, head_dim]; first, int32 [block, batch]; stop, int32 [block];
+    softcap, fp32 [1], 0 for none; and for each block the arrays of its keys and then of its values,
+    which have rows for groups of query heads. Results: fp32 [row, head_dim], and the log-sum-exp of
+    the scores, fp32 [row].
     """
+    return compiled_handler(name, partial(_emit_attention, CacheFormat(size, dtype, bits)))
 
-    source = SOURCE
 
-    def fold(query, keys, values, first, stop, peak, total, out, group, softcap, start, end):
-        assert source
-        state = (peak[start:end], total[start:end], out[start:end])
-        how = (group, softcap)
-        fold_rows(keys, values, first, stop, 1, start, query, state, how, size, is_half, bits)
+FIRST_BLOCK = 4
+"""Number of the argument with which the blocks begin."""
 
-    return compiled(fold)
+
+def _emit_attention(of: CacheFormat, k: Function, call: Call) -> None:
+    num_rows, (blocks, batch) = call.argument(0).size(0), (call.argument(1).size(n) for n in (0, 1))
+    stops, (begin, end) = call.argument(2).array(I32), call.limits(num_rows)
+    rows = Rows(
+        query=call.argument(0).array(F32),
+        limits=(begin, end),
+        group=num_rows // (batch * call.argument(FIRST_BLOCK).size(1)),
+        softcap=call.argument(3).array(F32).load(0),
+    )
+    most = k.variable(k.index(0))
+    with k.loop(blocks) as block:
+        most.set(most.get().maximum(stops.load(block).to(I64)))
+    with k.workspace((F32, end - begin), (F32, scores_room(most.get()))) as (total, scores):
+        out, lse = (call.result(n).array(F32) for n in range(2))
+        running = Running(peak=lse, total=total.at(k.index(0) - begin), out=out)
+        total.fill(end - begin)
+        out.at(begin * of.size).fill((end - begin) * of.size)
+        lse.at(begin).fill(end - begin, MASKED)
+        argument = k.variable(k.index(FIRST_BLOCK))
+        with k.loop(blocks) as block:
+            firsts = call.argument(1).array(I32).at(block * batch)
+            heads = num_rows // batch
+            fold = partial(
+                _fold_argument,
+                call=call,
+                first_of=lambda row: firsts.load(row // heads).to(I64),
+                stop=stops.load(block).to(I64),
+                work=(rows, running, scores),
+            )
+            _fold_block(of, call, argument, fold)
+        _finish(of, running, (begin, end))
+
+
+def _fold_block(
+    of: CacheFormat, call: Call, argument: Variable, fold: Callable[[CacheFormat, Value], None]
+) -> None:
+    """Folds the block whose arrays begin at an argument, packed or plain, and advances to the next
+    one."""
+    k, plain = argument.k, CacheFormat(of.size, of.dtype, 16)
+    if not of.is_packed:
+        fold(plain, argument.get())
+        argument += k.index(2)
+        return
+    with k.either(call.argument(argument.get()).is_packed()) as (packed, otherwise):
+        with packed:
+            fold(of, argument.get())
+            argument += k.index(6)
+        with otherwise:
+            fold(plain, argument.get())
+            argument += k.index(2)
+
+
+def _fold_argument(
+    of: CacheFormat,
+    argument: Value,
+    *,
+    call: Call,
+    first_of: Callable[[Value], Value],
+    stop: Value,
+    work: tuple[Rows, Running, Array],
+) -> None:
+    many, scalars = 3 if of.is_packed else 1, (of.scalar, I16, I16)
+    tokens = call.argument(argument).size(2)
+
+    def side(begin: Value) -> Side:
+        arrays = [call.argument(begin + n).array(scalars[n]) for n in range(many)]
+        return Side(of, arrays, tokens)
+
+    emit_fold(Block(side(argument), side(argument + many), first_of, stop), *work)
+
+
+def _finish(of: CacheFormat, running: Running, limits: tuple[Value, Value]) -> None:
+    """Divides the results by the sums of weights, and replaces each peak by the log-sum-exp; a row
+    without a valid token gets `MASKED`."""
+    k, (begin, end) = limits[0].k, limits
+    with k.loop(end, begin) as row:
+        total = running.total.load(row)
+        with k.either(total.equals(0.0)) as (is_empty, otherwise):
+            with is_empty:
+                running.peak.store(row, MASKED)
+            with otherwise:
+                log: Value = k.call("llvm.log.f32", F32, total)
+                running.peak.store(row, running.peak.load(row) + log)
+                for chunk in of.chunks:
+                    place = row * of.size + chunk.start
+                    running.out.store(place, running.out.load(place, chunk.width) / total)
 
 
 @lru_cache
-def score_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
-    """Returns the compute kernel `score`, with the constants of `fold_for`.
+def fold_kernel(of: CacheFormat) -> HostKernel:
+    """Returns the kernel that folds a block in host memory into a running result.
 
-    score(query, keys, first, stop, offset, scores, peak, total, group, softcap, start, end) writes
-    the scores of a block's valid tokens to scores, fp32 [row, token of the sequence], where the
-    block begins at token `offset`, and updates peak and total as `fold` does.
+    Its arguments: query, scaled, fp32 [row, head_dim]; three arrays of keys, and three of values
+    (plain ones have one, and two that are not read); first, int64 [row]; peak, total, out, see
+    `Running`; the block's tokens; the end of its valid ones; rows of a group; softcap, fp32.
     """
-
-    source = SOURCE
-
-    def score(query, keys, first, stop, offset, scores, peak, total, group, softcap, start, end):
-        assert source
-        for row in range(start, end):
-            begin = first[row]
-            if begin >= stop:
-                continue
-            highest, question, scored = peak[row], query[row], scores[row, offset : offset + stop]
-            score_row(keys, row // group, begin, stop, question, scored, size, is_half, bits)
-            cap(scored, begin, stop, softcap)
-            highest = max(highest, largest(scored[begin:stop]))
-            summed = total[row] * exp(peak[row] - highest)
-            for token in range(begin, stop):
-                summed += exp(scored[token] - highest)
-            peak[row], total[row] = highest, summed
-
-    return compiled(score)
+    return HostKernel(f"flexgen_jax_fold_{of.size}_{of.dtype}_{of.bits}", partial(_emit_host, of))
 
 
-@lru_cache
-def add_for(size: int, is_half: bool, bits: int) -> Callable[..., None]:
-    """Returns the compute kernel `add_chosen`, with the constants of `fold_for`.
-
-    add_chosen(scores, lse, chosen, counts, left, values, stop, offset, out, group, start, end) adds
-    the values of a block's chosen tokens, times exp(score - lse), to out, fp32 [row, head_dim].
-
-    scores: fp32 [row, token of the sequence]; lse: fp32 [row]; chosen: int32 [row, slot], indices
-    of tokens in the sequence, rising; counts: int32 [row], how many slots are used; left: int32
-    [row], reduced by the number of chosen tokens in this block.
-    """
-
-    source = SOURCE
-
-    def add_chosen(scores, lse, chosen, counts, left, values, stop, offset, out, group, start, end):
-        assert source
-        weights = np.empty(chosen.shape[1], np.float32)
-        for row in range(start, end):
-            tokens = chosen[row, : counts[row]]
-            first = np.searchsorted(tokens, offset)
-            last = np.searchsorted(tokens, offset + stop)
-            for slot in range(first, last):
-                weights[slot] = exp(scores[row, tokens[slot]] - lse[row])
-            mixed, kept = out[row], row // group
-            add_some(values, kept, first, last, weights, mixed, tokens, offset, size, is_half, bits)
-            left[row] -= last - first
-
-    return compiled(add_chosen)
+def side_of(of: CacheFormat, arguments: Arguments, number: int, tokens: Value) -> Side:
+    """Returns keys or values whose three arrays are arguments."""
+    scalars = (of.scalar, I16, I16)[: 3 if of.is_packed else 1]
+    arrays = [arguments.array(number + n, scalar) for n, scalar in enumerate(scalars)]
+    return Side(of, arrays, tokens)
 
 
-@njit(nogil=True, fastmath=MATH | {"nnan"})
-def largest(scores: Any) -> Any:
-    """Returns the largest score.
-
-    It compiles to vector code because it ignores NaN, which shows in the sum of the weights
-    instead.
-    """
-    most = np.float32(-np.inf)
-    for i in range(scores.size):
-        most = scores[i] if scores[i] > most else most
-    return most
-
-
-@njit(nogil=True, inline="always")
-def reaching(scores: Any, bound: Any) -> Any:
-    """Counts the scores that are at least the bound."""
-    count = np.int32(0)
-    for i in range(scores.size):
-        count += np.int32(scores[i] >= bound)
-    return count
-
-
-@njit(nogil=True, fastmath=MATH)
-def write_down(scores: Any, bound: Any, count: int, chosen: Any) -> Any:
-    """Writes to `chosen` the tokens above the bound and the first of those at it, `count` at most.
-
-    Returns how many were written. There are no branches, because they would be unpredictable.
-    """
-    above, slot = reaching(scores, np.nextafter(bound, np.float32(np.inf))), np.int64(0)
-    if reaching(scores, bound) == count:
-        for i in range(scores.size):
-            chosen[slot] = i
-            slot += np.int64(scores[i] >= bound)
-        return slot
-    equal = np.int64(count) - above
-    for i in range(scores.size):
-        is_equal = np.int64(scores[i] == bound)
-        chosen[slot] = i
-        is_chosen = np.int64(scores[i] > bound) | (is_equal & np.int64(equal > 0))
-        slot += is_chosen & np.int64(slot < count)
-        equal -= is_equal
-    return slot
-
-
-@lru_cache
-def choose_top() -> Callable[..., None]:
-    """Returns the compute kernel `choose`, which finds each row's highest scores.
-
-    choose(scores, counts, chosen, start, end) writes to chosen, int32 [row, slot], the counts[row]
-    tokens with the highest scores, in rising order of tokens; of equal scores it takes the first.
-    `chosen` needs one more slot than tokens, whose content is meaningless afterwards.
-
-    scores: fp32 [row, token]; at least counts[row] of them are valid, that is, above `LEAST`. Where
-    scores are NaN, counts[row] may become smaller.
-    """
-
-    def choose(scores, counts, chosen, start, end):
-        for row in range(start, end):
-            count, row_scores = counts[row], scores[row]
-            high = largest(row_scores)
-            if count == 0 or reaching(row_scores, high) >= count:
-                counts[row] = write_down(row_scores, high, count, chosen[row])
-                continue
-            # Finds a bound that enough scores reach, then the largest such bound: counting is fast.
-            low, step, reached = high, np.float32(1), np.int32(0)
-            while reached < count and low > LEAST:
-                high, low, step = low, low - step, step + step
-                reached = reaching(row_scores, low)
-            middle = np.float32(0.5) * low + np.float32(0.5) * high
-            while reached != count and low < middle < high:
-                reached = reaching(row_scores, middle)
-                low, high = (middle, high) if reached >= count else (low, middle)
-                middle = np.float32(0.5) * low + np.float32(0.5) * high
-            counts[row] = write_down(row_scores, low, count, chosen[row])
-
-    return compiled(choose)
+def _emit_host(of: CacheFormat, k: Function, call: Arguments, limits: tuple[Value, Value]) -> None:
+    tokens, stop, group = (call.index(n) for n in range(11, 14))
+    rows = Rows(call.array(0, F32), limits, group, call.single(14))
+    running = Running(*(call.array(n, F32) for n in range(8, 11)))
+    keys, values = (side_of(of, call, n, tokens) for n in (1, 4))
+    block = Block(keys, values, lambda row: call.array(7, I64).load(row), stop)
+    with k.workspace((F32, scores_room(stop))) as (scores,):
+        emit_fold(block, rows, running, scores)

@@ -1,0 +1,184 @@
+"""Products of many rows, rounded to 8-bit integers, with kernel weights of 4 bits that are grouped
+along their input, for vectors of 256 bits.
+
+Rows are rounded as in `grouped_integers`. The codes of 16 columns are laid side by side, four
+elements of a column in a word, so that a vector has 8 columns: products of one step of 32 elements
+are added up in 16 bits, widened once, and multiplied with the scales of 8 columns at a time. With
+elements a0 .. a31 of column a, and so on, a step is
+
+    a0 a1 a2 a3 b0 b1 b2 b3 ... h3 | i0 .. p3      16 columns, elements 0 to 3
+    a4 a5 a6 a7 b4 b5 b6 b7 ... h7 | i4 .. p7      elements 4 to 7, and six more such lines
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flexgen_jax.cpu.jit.emit import F32, I8, I32, Array, Value
+from flexgen_jax.cpu.jit.grouped_integers import round_steps
+from flexgen_jax.cpu.jit.grouped_rows import GroupedWeights
+from flexgen_jax.cpu.jit.instructions import LANES, add_pairs, add_products_of_bytes
+from flexgen_jax.cpu.jit.operands import PAIR, STEP, Operands
+from flexgen_jax.cpu.jit.tiles import give_rows
+
+MANY = 2
+"""Rows that are multiplied at a time."""
+
+ROWS = 256
+"""Rows for which codes are laid side by side once."""
+
+BLOCK_STEPS = 16
+"""Steps of bytes whose codes, as 16 KB, stay in the first cache while all rows pass by."""
+
+WORD = 4
+"""Elements of a column that lie together."""
+
+PLANES = 2
+LINE = STEP // WORD * LANES
+"""Words of a step of one plane."""
+
+HALF = 8
+"""Columns of a vector."""
+
+LOW = 0x0F0F0F0F
+
+APART = 36
+"""Elements between rows that are no part of them, so that processors can load from two rows at
+once: those that lie a power of two apart share a bank of the first cache."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Memory for some rows and a pair of tiles of columns."""
+
+    left: Array
+    """int8, rows `pitch` apart."""
+    units: Array
+    """fp32 [row][factors], see `round_steps`."""
+    sums: Array
+    factor: tuple[Array, Array]
+    """Scales and offsets of one column."""
+    factors: tuple[Array, Array]
+    """fp32 [step of a row][PAIR]."""
+    laid: Array
+    """Codes side by side: words, [step][plane][8][16]."""
+    totals: Array
+    """fp32, as `give_rows` takes them."""
+    pitch: Value
+
+
+def emit_grouped_integer_tiles(
+    operands: Operands, weights: GroupedWeights, limits: tuple[Value, Value]
+) -> None:
+    """Computes any number of rows for a range of columns."""
+    k, of = operands.k, operands
+    height, factors, pitch = of.count.round_up(PAIR).minimum(ROWS), weights.pitch, of.depth + APART
+    with k.workspace(
+        *((I8, height * pitch), (F32, height * factors), (F32, height * factors)),
+        *((F32, factors),) * 2,
+        *((F32, factors * PAIR),) * 2,
+        *((I32, BLOCK_STEPS * PLANES * LINE), (F32, height * PAIR)),
+    ) as (left, units, sums, scale, offset, scales, offsets, laid, totals):
+        work = Work(left, units, sums, (scale, offset), (scales, offsets), laid, totals, pitch)
+        with k.loop(of.count, step=height) as top:
+            some = (of.count - top).minimum(height)
+            for array, size in ((left, pitch), (units, factors), (sums, factors)):
+                array.fill(height * size)
+            with k.loop(some) as row:
+                round_steps(
+                    of.rows.at((top + row) * of.depth),
+                    (left.at(row * pitch), STEP),
+                    units.at(row * factors),
+                    sums.at(row * factors),
+                    (of.depth // STEP, STEP),
+                )
+            with k.loop(limits[1], limits[0], step=PAIR) as first:
+                _multiply(weights, work, first, some)
+                with k.loop(some, step=PAIR) as row:
+                    now, is_aligned = (some - row).minimum(PAIR), k.index(0).differs(0)
+                    own = totals.at(row * PAIR)
+                    give_rows(of, own, (top + row, first), (now, 1), is_aligned)
+
+
+def _multiply(weights: GroupedWeights, work: Work, first: Value, count: Value) -> None:
+    """Multiplies `count` rows by `PAIR` columns."""
+    k, codes, pitch = first.k, weights.codes, weights.pitch
+    steps = codes.plane // STEP
+    with k.loop(PAIR) as column:
+        weights.factors.take(first + column, *work.factor)
+        with k.loop(steps * PLANES) as step:
+            for source, target in zip(work.factor, work.factors, strict=True):
+                target.store(step * PAIR + column, source.load(step))
+    work.totals.fill(count.round_up(PAIR) * PAIR)
+    with k.loop(PAIR, step=LANES) as side, k.loop(steps, step=BLOCK_STEPS) as block:
+        taken = (steps - block).minimum(BLOCK_STEPS)
+        lines = codes.arrays[0].at((first + side) * codes.plane + block * STEP)
+        _lay(lines, codes.plane, taken, work.laid)
+        with k.loop(count, step=MANY) as row:
+            to = row // PAIR * (PAIR * PAIR) + row % PAIR // LANES * (PAIR * LANES)
+            to = to + side * LANES + row % LANES * LANES
+            rows = row, pitch
+            _add_dots(work, rows, (side, block), (taken, steps), work.totals.at(to))
+
+
+def _lay(codes: Array, pitch: Value, steps: Value, laid: Array) -> None:
+    """Lays the codes of 16 columns, `pitch` bytes apart, side by side."""
+    k = steps.k
+    with k.loop(LANES) as column, k.loop(steps) as step:
+        words = codes.at(column * pitch + step * STEP).of(I32).load(0, STEP // WORD)
+        for plane in range(PLANES):
+            shifted = words >> 4 * plane & LOW
+            for word in range(STEP // WORD):
+                to = step * (PLANES * LINE) + plane * LINE + word * LANES + column
+                laid.store(to, shifted.lane(word))
+
+
+def _add_dots(
+    work: Work,
+    rows: tuple[Value, Value],
+    place: tuple[Value, Value],
+    steps: tuple[Value, Value],
+    totals: Array,
+) -> None:
+    """Adds the products of `MANY` rows with 16 columns to totals, fp32 [row][16].
+
+    rows: the first one, and factors of a row; place: the first column among `PAIR`, and the first
+    step of the laid codes in a plane; steps: those that are laid, and those of a plane.
+    """
+    (row, pitch), (side, top), (taken, plane_steps), k = rows, place, steps, totals.k
+    sides = [(line, half) for line in range(MANY) for half in range(LANES // HALF)]
+    sums = [k.variable(totals.load(line * LANES + half * HALF, HALF)) for line, half in sides]
+    with k.loop(taken) as step:
+        for plane in range(PLANES):
+            number = plane_steps * plane + top + step
+            shorts = _products(work, row, number, step * (PLANES * LINE) + plane * LINE)
+            for own, (line, half) in enumerate(sides):
+                at = number * PAIR + side + half * HALF
+                scale, offset = (array.load(at, HALF) for array in work.factors)
+                index = (row + line) * pitch + number
+                dot = add_pairs(shorts[line, half]).to(F32)
+                total = k.fma(offset, work.sums.load(index), sums[own].get())
+                sums[own].set(k.fma(dot, scale * work.units.load(index), total))
+    for own, (line, half) in enumerate(sides):
+        totals.store(line * LANES + half * HALF, sums[own].get())
+
+
+def _products(
+    work: Work, row: Value, number: Value, line_of: Value
+) -> dict[tuple[int, int], Value]:
+    """Returns the products of a step, two elements of a column added up in each lane, by row and
+    half of the columns. No sum leaves 16 bits: 16 products are of 15 and 127 at most."""
+    totals: dict[tuple[int, int], Value] = {}
+    for word in range(STEP // WORD):
+        columns = [
+            work.laid.load(line_of + word * LANES + half * HALF, HALF).bits(I8)
+            for half in range(LANES // HALF)
+        ]
+        for line in range(MANY):
+            place = work.left.at((row + line) * work.pitch + number * STEP + word * WORD)
+            x = place.of(I32).load(0).spread(HALF).bits(I8)
+            for half, column in enumerate(columns):
+                dot = add_products_of_bytes(column, x)
+                before = totals.get((line, half))
+                totals[line, half] = dot if before is None else before + dot
+    return totals
