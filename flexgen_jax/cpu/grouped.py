@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexgen_jax.models.formats.format import Factor, Format
+from flexgen_jax.models.formats.lanes import lane_elements
 from flexgen_jax.models.formats.storage import Storage
 
 STEP = 32
@@ -42,7 +43,8 @@ class Grouping:
     `jit.grouped_factors`; dtype: of floats; unit: elements for which factors are laid out, `STEP`
     or half of it; repeats: groups have this many times as many; rows: rows that share their scales,
     0 if all do; has_minimum: whether there are minima; center: the code that stands for zero;
-    kinds: the dtypes of the leaves beside the codes.
+    in_lanes: whether codes lie in lanes, see `models/formats/lanes.py`; kinds: the dtypes of the
+    leaves other than the codes.
     """
 
     bits: int
@@ -54,6 +56,7 @@ class Grouping:
     rows: int
     has_minimum: bool
     center: int
+    in_lanes: bool
     kinds: tuple[str, ...]
 
     @property
@@ -69,6 +72,7 @@ class Grouping:
             self.rows,
             int(self.has_minimum),
             self.center,
+            int(self.in_lanes),
         )
         return "_".join(map(str, parts))
 
@@ -79,7 +83,7 @@ def grouping_of(storage: Storage) -> Grouping | None:
     group = packing.group or depth
     if packing.axis != -1 or packing.levels not in LEVELS:
         return None
-    unit = STEP // 2 if group % STEP else STEP
+    unit = lane_elements(packing, depth)
     plane = storage.plane_length
     if plane * storage.planes != depth or plane % STEP or group % unit or depth % group:
         return None
@@ -99,6 +103,7 @@ def grouping_of(storage: Storage) -> Grouping | None:
         rows=packing.rows,
         has_minimum=packing.minimum is not None,
         center=packing.center,
+        in_lanes=packing.in_lanes,
         kinds=tuple(leaf.kind for leaf in leaves),
     )
 

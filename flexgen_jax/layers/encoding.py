@@ -6,6 +6,7 @@ element's input, which matters most (Lin et al. 2024, "AWQ", section 3).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -26,7 +27,8 @@ def encoded(x: jax.Array, storage: Storage) -> Kept:
     """Returns an array as `storage` keeps it; a format must be one that is written here."""
     if storage.format is None:
         return x
-    is_own = storage.format in (own(4), own(8))
+    packing = storage.format
+    is_own = replace(packing, in_lanes=False) in (own(4), own(8))
     array: Kept = assemble(storage, encode_rows(x, storage)) if is_own else quantize_as(x, storage)
     return array
 

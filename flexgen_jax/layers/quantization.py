@@ -19,6 +19,7 @@ import numpy as np
 
 from flexgen_jax.layers.levels import level_of, number_of
 from flexgen_jax.models.formats.format import Factor, Format, affine, with_own_rows
+from flexgen_jax.models.formats.lanes import packed_in_lanes, unpacked_from_lanes
 from flexgen_jax.models.formats.storage import GROUP_SIZE, Storage, parameter_dtype
 
 PACKED_BITS = (2, 4, 8)
@@ -138,6 +139,8 @@ def encode(x: jax.Array, storage: Storage) -> tuple[jax.Array, jax.Array, jax.Ar
 
 def pack(codes: jax.Array, storage: Storage) -> list[jax.Array]:
     """Packs codes, uint8 in the array's shape, into the parts that are stored."""
+    if storage.packing.in_lanes:
+        return [packed_in_lanes(codes, storage, jnp.concatenate)]
     axis, parts, offset = storage.axis, [], 0
     for width, length in storage.parts(storage.length, storage.packing):
         planes = 8 // width
@@ -234,8 +237,11 @@ def _plane(
     """Unpacks a plane; factors: by name, fp32, one for each group."""
     storage, packing, start = q.storage, q.storage.packing, index * q.storage.plane_length
     length = min(storage.plane_length, storage.length - start)
-    parts = q.leaves[: len(packing.widths)]
-    codes = _codes(parts, packing, storage.plane_length, index, length, storage.axis)
+    if packing.in_lanes:
+        codes = unpacked_from_lanes(q.packed, storage, jnp.concatenate)
+    else:
+        parts = q.leaves[: len(packing.widths)]
+        codes = _codes(parts, packing, storage.plane_length, index, length, storage.axis)
     each = {
         name: _per_element(factors[name], factor.group, storage.axis, start, length)
         for name, factor in packing.factors

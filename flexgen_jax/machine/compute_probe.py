@@ -167,7 +167,7 @@ class ComputeProbe(ProbedLayer):
         rows: of decode steps; prefills: sequences and tokens of prompts, whose attention is
         subtracted.
         """
-        formats = Formats(self.dtype, weight_bits=bits, matmul_bits=matmul_bits)
+        formats = Formats(self.dtype, weight_bits=bits, matmul_bits=matmul_bits, has_lanes=is_cpu())
         of_formats, layers = self._programs(formats), cycle(self._weights(formats))
         points = []
         for count in rows:

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.cpu import kernels_of_device, multiplies
+from flexgen_jax.cpu import is_cpu, kernels_of_device, multiplies
 from flexgen_jax.layers.encoding import encoded
 from flexgen_jax.layers.kernels import Kernels, XlaKernels
 from flexgen_jax.layers.quantization import Kept
 from flexgen_jax.models.formats import known
+from flexgen_jax.models.formats.lanes import in_lanes
 from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.tensor_spec import Formats
 
@@ -52,6 +53,7 @@ def time_products(rows: Sequence[int] = ROWS, turns: int = 3) -> Iterator[Produc
         for n in range(MATRICES)
     ]
     storage = Storage(plain[0].shape, str(plain[0].dtype), known.own(4))
+    storage = in_lanes(storage) if is_cpu() else storage
     packed = [encoded(matrix, storage) for matrix in plain]
     for count in rows:
         x = jax.random.normal(jax.random.key(count), (count, DEPTH), jnp.bfloat16)

@@ -12,6 +12,7 @@ from typing import Literal
 
 from flexgen_jax.models.formats.format import Format
 from flexgen_jax.models.formats.known import WeightFormat, own, paper
+from flexgen_jax.models.formats.lanes import in_lanes
 from flexgen_jax.models.formats.storage import FORMAT_VERSION, Storage, kv_storage
 from flexgen_jax.models.parts import StateLeaf
 
@@ -89,16 +90,19 @@ class Formats:
     """Formats of a run's numbers: bits per element of weights, of sealed KV blocks, and of matmul
     operands; 16 stands for `dtype`. weight_format: of weights that are quantized when they are
     loaded. Arrays that are replaced with every token are never quantized, since their errors would
-    add up."""
+    add up. has_lanes: codes of weights lie in the order in which a CPU multiplies bfloat16 by them;
+    arrays have the same size in either order."""
 
     dtype: str
     weight_bits: int = 16
     cache_bits: int = 16
     matmul_bits: int = 16
     weight_format: WeightFormat = "own"
+    has_lanes: bool = False
 
     def weight(self, tensor: TensorSpec) -> Storage:
-        return tensor.storage(self.dtype, self.weight_bits, self.weight_format == "paper")
+        storage = tensor.storage(self.dtype, self.weight_bits, self.weight_format == "paper")
+        return in_lanes(storage) if self.has_lanes and self.dtype == "bfloat16" else storage
 
     def sealed(self, leaf: StateLeaf, rows: int, tokens: int) -> Storage:
         """Returns how an array of a sealed block is kept."""
@@ -114,7 +118,8 @@ class Formats:
         """Suffix that tells stored weights of these formats from those of other formats."""
         if self.weight_bits == 16:
             return ""
-        return f"-{self.weight_bits}bit-{self.weight_format}-v{FORMAT_VERSION}"
+        order = "-lanes" * self.has_lanes
+        return f"-{self.weight_bits}bit-{self.weight_format}{order}-v{FORMAT_VERSION}"
 
 
 def of_expert(number: int) -> str:

@@ -4,7 +4,7 @@ between which arrays move."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -48,6 +48,7 @@ class Device:
     ) -> Device:
         """Creates the device of a model."""
         kernels = kernels_of_device()
+        formats = replace(formats, has_lanes=is_cpu())
         return cls(
             spec=model_spec(config),
             formats=formats,

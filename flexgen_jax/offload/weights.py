@@ -15,6 +15,7 @@ import numpy as np
 from flexgen_jax.layers.encoding import encode_rows
 from flexgen_jax.layers.quantization import Kept, encode
 from flexgen_jax.models.config import DTYPES
+from flexgen_jax.models.formats.lanes import leaves_in_lanes
 from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.models.tensor_spec import TensorSpec
@@ -158,7 +159,8 @@ class WeightStore:
         storage = self._storage(tensor)
         multiple = storage.packing.rows or tensor.shape[0]
         for start, stop in row_ranges(tensor.shape, DTYPES[self._formats.dtype], multiple):
-            arrays = self._source.read_packed(tensor, start, stop)
+            piece = replace(storage, shape=(stop - start, *storage.shape[1:]))
+            arrays = leaves_in_lanes(self._source.read_packed(tensor, start, stop), piece)
             for leaf, array, whole in zip(storage.leaves, arrays, leaves, strict=True):
                 if leaf.rows:
                     whole[start // leaf.rows : -(-stop // leaf.rows)] = array

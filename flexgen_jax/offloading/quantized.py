@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.cpu import kernels_of_device
+from flexgen_jax.cpu import is_cpu, kernels_of_device
 from flexgen_jax.errors import UserError
 from flexgen_jax.layers.encoding import encoded
 from flexgen_jax.layers.matmul import precision_for
 from flexgen_jax.layers.quantization import QuantizedArray, dequantize
 from flexgen_jax.models.formats.known import OWN_GROUP, own
+from flexgen_jax.models.formats.lanes import in_lanes
 from flexgen_jax.models.formats.storage import Storage
 
 MIN_QUANTIZED_ELEMENTS = 4096
@@ -79,6 +80,7 @@ def quantize_tree(params: Any, bits: int = 4, where: Where | None = None) -> Any
             )
         matrix = jnp.asarray(leaf).reshape(leaf.shape[0], -1).T
         storage = Storage(matrix.shape, str(matrix.dtype), own(bits))
+        storage = in_lanes(storage) if is_cpu() and storage.dtype == "bfloat16" else storage
         packed = encoded(matrix, storage)
         assert isinstance(packed, QuantizedArray), "it has a format"
         return QuantizedKernel(packed, tuple(leaf.shape))

@@ -15,8 +15,10 @@ from flexgen_jax.cpu import matmul
 from flexgen_jax.cpu.backend import CpuKernels
 from flexgen_jax.cpu.grouped import grouping_of
 from flexgen_jax.layers.quantization import QuantizedArray, assemble, dequantize
+from flexgen_jax.models.formats.decoding import decoded
 from flexgen_jax.models.formats.format import Factor, Format, affine, centered
 from flexgen_jax.models.formats.known import own
+from flexgen_jax.models.formats.lanes import in_lanes, leaves_in_lanes
 from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.policy.hardware import KernelSizes
 from tests.helpers.arrays import anew, numbers
@@ -186,3 +188,76 @@ def test_small_kernels_are_left_to_xla() -> None:
     kernel = random_kernel((96, 512), own(4))
     assert kernel.shape[0] * kernel.shape[1] < matmul.FEW_PACKED
     assert TARGET not in anew(CPU.matmul).lower(numbers(1, 512), kernel, None).as_text()
+
+
+IN_LANES = [
+    name
+    for name, kind in FORMATS.items()
+    if in_lanes(Storage((32, 1280), "bfloat16", kind)).packing.in_lanes
+]
+"""Formats whose codes may lie in lanes."""
+
+
+def with_lanes(kernel: QuantizedArray) -> QuantizedArray:
+    """Returns a kernel with its codes in lanes."""
+    storage = in_lanes(kernel.storage)
+    leaves = leaves_in_lanes([np.asarray(leaf) for leaf in kernel.leaves], storage)
+    return assemble(storage, [jnp.asarray(leaf) for leaf in leaves])
+
+
+@pytest.mark.parametrize("depth", [256, 512, 1280])
+@pytest.mark.parametrize("name", IN_LANES)
+def test_codes_in_lanes_are_the_same_numbers(name: str, depth: int) -> None:
+    kernel = random_kernel((32, depth), FORMATS[name])
+    laned = with_lanes(kernel)
+    assert laned.storage.packing.in_lanes
+    assert laned.storage.nbytes == kernel.storage.nbytes
+    np.testing.assert_array_equal(dequantize(laned), dequantize(kernel))
+    both = [decoded([*map(np.asarray, of.leaves)], of.storage) for of in (laned, kernel)]
+    np.testing.assert_array_equal(*both)
+
+
+@pytest.mark.few(2)
+@pytest.mark.usefixtures("unit")
+@pytest.mark.parametrize(
+    ("name", "rows", "shape"),
+    covering([*IN_LANES], [1, 2, 5, 40], [(96, 512), (160, 1280)], together=1),
+)
+def test_products_with_lanes_are_the_formula(name: str, rows: int, shape: tuple[int, int]) -> None:
+    kernel = with_lanes(random_kernel(shape, FORMATS[name]))
+    x, bias = numbers(rows, shape[1]), jnp.asarray(numbers(shape[0], seed=1), jnp.float32)
+    assert TARGET in anew(CPU.matmul).lower(x, kernel, bias).as_text()
+    right = np.asarray(x, np.float64) @ wide(kernel).T + np.asarray(bias, np.float64)
+    found = np.asarray(anew(CPU.matmul)(x, kernel, bias), np.float64)
+    np.testing.assert_allclose(found, right, rtol=2**-8, atol=2**-6 * np.abs(right).std())
+
+
+@pytest.mark.few(1)
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("rounding", ["fours", "pairs", "tiles"])
+@pytest.mark.parametrize(("name", "rows"), covering(IN_LANES, [1, 2, 5, 33, 70]))
+def test_rows_are_rounded_lane_by_lane(
+    monkeypatch: pytest.MonkeyPatch, name: str, rows: int, rounding: str
+) -> None:
+    need("avx512" if rounding == "fours" else "fma")
+    kernel = with_lanes(random_kernel((96, 1280), FORMATS[name]))
+    grouping = grouping_of(kernel.storage)
+    assert grouping is not None
+    if rounding == "tiles" and (grouping.bits, grouping.unit) != (4, 32):
+        pytest.skip("there are no such tiles")
+    monkeypatch.setattr(matmul, "tile_unit", lambda kind="bf16": "fma")
+    monkeypatch.setattr(matmul, "_rounding_for", lambda kernel: rounding)
+    x = numbers(rows, 1280)
+    found = np.asarray(anew(matmul.matmul_int8)(x, kernel, None), np.float64)
+    weights = wide(kernel)
+    if kernel.storage.packing.has_order:  # rows are rounded in the stored order
+        order = np.asarray(kernel.leaf("order"))
+        x, weights = x[:, order], weights[:, order]
+    steps = np.asarray(x, np.float32).reshape(rows, -1, grouping.unit)
+    unit = np.abs(steps).max(2, keepdims=True) * np.float32(1 / 127)
+    right = (np.rint(steps * (1 / unit)).astype(np.float64) * unit).reshape(x.shape) @ weights.T
+    is_unpacked = rounding != "tiles" and rows > 64
+    expected = np.asarray(x, np.float64) @ weights.T if is_unpacked else right
+    # Weights in tiles are rounded to bfloat16.
+    room = (2**-6 if is_unpacked else 2**-8) * np.abs(right).std()
+    np.testing.assert_allclose(found, expected, rtol=2**-7, atol=room)

@@ -34,7 +34,14 @@ from flexgen_jax.cpu.jit.handler import Call, compiled_handler
 from flexgen_jax.cpu.jit.host_kernel import Arguments, HostKernel
 from flexgen_jax.cpu.jit.instructions import LANES
 from flexgen_jax.cpu.jit.softmax import cap, weigh
-from flexgen_jax.cpu.jit.vectors import exp, from_bfloat16, from_float16, lane_sum, lane_sums
+from flexgen_jax.cpu.jit.vectors import (
+    exp,
+    from_bfloat16,
+    from_float16,
+    lane_sum,
+    lane_sums,
+    padded,
+)
 from flexgen_jax.layers.attention import MASKED
 from flexgen_jax.models.formats.storage import kv_storage
 
@@ -178,19 +185,9 @@ def _group_sums(of: CacheFormat, query: Array) -> list[Value]:
     multiplied by them."""
     totals = [query.k.filled(F32, LANES)] * (of.num_groups if of.is_packed else 0)
     for chunk in of.chunks if of.is_packed else ():
-        own = _padded(query.load(chunk.start, chunk.width))
+        own = padded(query.load(chunk.start, chunk.width))
         totals[chunk.group] = totals[chunk.group] + own
     return totals
-
-
-def _padded(vector: Value) -> Value:
-    """Returns a vector of `LANES` lanes that ends with zeros."""
-    if vector.lanes == LANES:
-        return vector
-    if vector.lanes == 1:
-        return vector.k.filled(F32, LANES).with_lane(0, vector)
-    lanes = [min(lane, vector.lanes) for lane in range(LANES)]
-    return vector.shuffle(lanes, vector.k.filled(F32, vector.lanes))
 
 
 def _products(
@@ -209,7 +206,7 @@ def _products(
     totals = [k.filled(F32, LANES)] * len(queries)
     for (group, _), products in by_group.items():
         scale = side.factors(token, group)[0] if of.is_packed else k.number(F32, 1.0)
-        wide = [_padded(product) for product in products]
+        wide = [padded(product) for product in products]
         totals = [k.fma(wide[row], scale, totals[row]) for row in rows]
     for group in range(of.num_groups if of.is_packed else 0):
         minimum = side.factors(token, group)[1]

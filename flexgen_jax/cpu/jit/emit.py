@@ -33,6 +33,10 @@ FIRST_CACHE, SECOND_CACHE = 3, 2
 
 LINE_BYTES = 64
 
+APART_LINES = 21
+"""Cache lines between the arrays of a workspace, so that arrays of whole pages do not share their
+sets of the first cache."""
+
 Scalar: TypeAlias = ir.Type
 Number = int | float
 
@@ -138,6 +142,10 @@ class Value:
     def exceeds(self, other: Value | Number) -> Value:
         """Compares unsigned integers: whether these are larger."""
         return Value(self.k, self.k.build.icmp_unsigned(">", *self._pair(other)))
+
+    def shifted_right(self, by: int) -> Value:
+        """Shifts signed integers to the right, which divides by a power of two and rounds down."""
+        return Value(self.k, self.k.build.ashr(self.ir, _constant(self.type, by)))
 
     def is_nan(self) -> Value:
         return Value(self.k, self.k.build.fcmp_unordered("uno", self.ir, self.ir))
@@ -428,7 +436,8 @@ class Function:
         total, offsets = self.index(0), []
         for scalar, count in arrays:
             offsets.append(total)
-            total = total + (self.index(count) * ITEM_BYTES[str(scalar)]).round_up(LINE_BYTES)
+            size = (self.index(count) * ITEM_BYTES[str(scalar)]).round_up(LINE_BYTES)
+            total = total + size + APART_LINES * LINE_BYTES
         address = self.call("aligned_alloc", I64, self.index(LINE_BYTES), total + LINE_BYTES)
         with self.when(address.equals(0)):
             self.give(self.index(0))

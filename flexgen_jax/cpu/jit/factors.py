@@ -57,42 +57,43 @@ class Factors:
         """Groups of a row."""
         return self.depth // (self.of.unit * self.of.repeats)
 
-    def take(self, row: Value, scales: Array, offsets: Array) -> None:
-        writers = {
-            "unit": self._take_units,
-            "floats": self._take_floats,
-            "zeros": self._take_zeros,
-            "small": self._take_small_floats,
-        }
-        writers.get(self.of.factors, self._take_blocks)(row, scales, offsets)
+    @property
+    def is_direct(self) -> bool:
+        """Whether `load` widens factors: those that are stored one by one."""
+        return self.of.repeats == 1 and self.of.factors in ("unit", "floats", "small")
 
-    def _take_units(self, row: Value, scales: Array, offsets: Array) -> None:
-        """8-bit scales and minima in units of their row."""
-        scale, units, minimum, others = self.leaves
-        unit, other = (from_bfloat16(side.load(row)) for side in (units, others))
-
-        def write(group: Value, lanes: int) -> None:
-            at = row * self.groups + group
+    def load(self, row: Value, group: Value, lanes: int) -> tuple[Value, Value]:
+        """Returns the scales and offsets of neighbouring groups of a row."""
+        of, leaves = self.of, self.leaves
+        at = row * self.groups + group
+        if of.factors == "unit":  # 8-bit integers in units of their row
+            scale, units, minimum, others = leaves
+            unit, other = (from_bfloat16(side.load(row)) for side in (units, others))
             step = scale.load(at, lanes).to(I32, is_signed=False).to(F32) * unit
-            least = minimum.load(at, lanes).to(F32) * other
-            scales.store(group, step)
-            offsets.store(group, least + step * self.middle)
+            return step, minimum.load(at, lanes).to(F32) * other + step * self.middle
+        if of.factors == "small":  # 8-bit floats in units of one number for all
+            step = widened(leaves[0], at, "e4m3", lanes) * (leaves[1].load(0) * self.level_unit)
+            return step, step * self.middle
+        at = (row // of.rows * self.groups if of.rows else row.k.index(0)) + group
+        step = widened(leaves[0], at, of.dtype, lanes) * self.level_unit
+        offset = step * self.middle
+        if of.has_minimum:
+            offset = widened(leaves[1], at, of.dtype, lanes) + offset
+        return step, offset
 
-        for_each_group(self.groups, write)
+    def take(self, row: Value, scales: Array, offsets: Array) -> None:
+        """Writes the factors of a row."""
+        if self.of.factors == "zeros":
+            self._take_zeros(row, scales, offsets)
+        elif self.of.factors in ("unit", "floats", "small"):
 
-    def _take_floats(self, row: Value, scales: Array, offsets: Array) -> None:
-        """Scales, and perhaps minima, which some rows may share."""
-        of = self.of
-        begin = row // of.rows * self.groups if of.rows else row.k.index(0)
+            def write(group: Value, lanes: int) -> None:
+                pair = self.load(row, group, lanes)
+                self._store_repeated(group, pair, scales, offsets)
 
-        def write(group: Value, lanes: int) -> None:
-            step = widened(self.leaves[0], begin + group, of.dtype, lanes) * self.level_unit
-            offset = step * self.middle
-            if of.has_minimum:
-                offset = widened(self.leaves[1], begin + group, of.dtype, lanes) + offset
-            self._store_repeated(group, (step, offset), scales, offsets)
-
-        for_each_group(self.groups, write, most=LANES if of.repeats == 1 else 1)
+            for_each_group(self.groups, write, most=LANES if self.of.repeats == 1 else 1)
+        else:
+            self._take_blocks(row, scales, offsets)
 
     def _take_zeros(self, row: Value, scales: Array, offsets: Array) -> None:
         """Floats with zeros that are codes of as many bits as the weights', in planes."""
@@ -107,17 +108,6 @@ class Factors:
             self._store_repeated(group, (step, (self.middle - zero) * step), scales, offsets)
 
         for_each_group(self.groups, write, most=1)
-
-    def _take_small_floats(self, row: Value, scales: Array, offsets: Array) -> None:
-        """8-bit floats in units of one number for all."""
-        unit = self.leaves[1].load(0) * self.level_unit
-
-        def write(group: Value, lanes: int) -> None:
-            step = widened(self.leaves[0], row * self.groups + group, "e4m3", lanes) * unit
-            scales.store(group, step)
-            offsets.store(group, step * self.middle)
-
-        for_each_group(self.groups, write)
 
     def _store_repeated(
         self, group: Value, pair: tuple[Value, Value], scales: Array, offsets: Array

@@ -20,6 +20,7 @@ from flexgen_jax.cpu.jit.grouped_rows import GroupedWeights
 from flexgen_jax.cpu.jit.instructions import LANES, add_pairs, add_products_of_bytes
 from flexgen_jax.cpu.jit.operands import PAIR, STEP, Operands
 from flexgen_jax.cpu.jit.tiles import give_rows
+from flexgen_jax.cpu.jit.vectors import padded, transposed
 
 MANY = 2
 """Rows that are multiplied at a time."""
@@ -33,7 +34,7 @@ BLOCK_STEPS = 16
 WORD = 4
 """Elements of a column that lie together."""
 
-PLANES = 2
+HALVES = 2
 LINE = STEP // WORD * LANES
 """Words of a step of one plane."""
 
@@ -61,7 +62,7 @@ class Work:
     factors: tuple[Array, Array]
     """fp32 [step of a row][PAIR]."""
     laid: Array
-    """Codes side by side: words, [step][plane][8][16]."""
+    """Codes side by side: words, [step][plane][8][16]; codes in lanes have one plane."""
     totals: Array
     """fp32, as `give_rows` takes them."""
     pitch: Value
@@ -77,7 +78,7 @@ def emit_grouped_integer_tiles(
         *((I8, height * pitch), (F32, height * factors), (F32, height * factors)),
         *((F32, factors),) * 2,
         *((F32, factors * PAIR),) * 2,
-        *((I32, BLOCK_STEPS * PLANES * LINE), (F32, height * PAIR)),
+        *((I32, BLOCK_STEPS * HALVES * LINE), (F32, height * PAIR)),
     ) as (left, units, sums, scale, offset, scales, offsets, laid, totals):
         work = Work(left, units, sums, (scale, offset), (scales, offsets), laid, totals, pitch)
         with k.loop(of.count, step=height) as top:
@@ -102,23 +103,23 @@ def emit_grouped_integer_tiles(
 
 def _multiply(weights: GroupedWeights, work: Work, first: Value, count: Value) -> None:
     """Multiplies `count` rows by `PAIR` columns."""
-    k, codes, pitch = first.k, weights.codes, weights.pitch
-    steps = codes.plane // STEP
+    k, codes, pitch, planes = first.k, weights.codes, weights.pitch, len(weights.codes.planes)
+    steps, block_steps = codes.plane // STEP, BLOCK_STEPS * HALVES // planes
     with k.loop(PAIR) as column:
         weights.factors.take(first + column, *work.factor)
-        with k.loop(steps * PLANES) as step:
+        with k.loop(steps * planes) as step:
             for source, target in zip(work.factor, work.factors, strict=True):
                 target.store(step * PAIR + column, source.load(step))
     work.totals.fill(count.round_up(PAIR) * PAIR)
-    with k.loop(PAIR, step=LANES) as side, k.loop(steps, step=BLOCK_STEPS) as block:
-        taken = (steps - block).minimum(BLOCK_STEPS)
-        lines = codes.arrays[0].at((first + side) * codes.plane + block * STEP)
-        _lay(lines, codes.plane, taken, work.laid)
+    with k.loop(PAIR, step=LANES) as side, k.loop(steps, step=block_steps) as block:
+        taken, column_bytes = (steps - block).minimum(block_steps), codes.plane * planes // HALVES
+        lines = codes.arrays[0].at((first + side) * column_bytes + block * STEP * planes // HALVES)
+        (_lay_lanes if codes.in_lanes else _lay)(lines, column_bytes, taken, work.laid)
         with k.loop(count, step=MANY) as row:
             to = row // PAIR * (PAIR * PAIR) + row % PAIR // LANES * (PAIR * LANES)
             to = to + side * LANES + row % LANES * LANES
             rows = row, pitch
-            _add_dots(work, rows, (side, block), (taken, steps), work.totals.at(to))
+            _add_dots(work, planes, rows, (side, block), (taken, steps), work.totals.at(to))
 
 
 def _lay(codes: Array, pitch: Value, steps: Value, laid: Array) -> None:
@@ -126,15 +127,37 @@ def _lay(codes: Array, pitch: Value, steps: Value, laid: Array) -> None:
     k = steps.k
     with k.loop(LANES) as column, k.loop(steps) as step:
         words = codes.at(column * pitch + step * STEP).of(I32).load(0, STEP // WORD)
-        for plane in range(PLANES):
+        for plane in range(HALVES):
             shifted = words >> 4 * plane & LOW
             for word in range(STEP // WORD):
-                to = step * (PLANES * LINE) + plane * LINE + word * LANES + column
+                to = step * (HALVES * LINE) + plane * LINE + word * LANES + column
                 laid.store(to, shifted.lane(word))
+
+
+def _lay_lanes(codes: Array, pitch: Value, steps: Value, laid: Array) -> None:
+    """Does what `_lay` does for codes in lanes, whose blocks are transposed."""
+    k = steps.k
+
+    def lay(first: Value, lanes: int) -> None:
+        with k.loop(STEP // WORD // HALVES) as line:
+            at = first * (STEP // HALVES) + line * (lanes * WORD)
+            words = [codes.at(pitch * n + at).of(I32).load(0, lanes) for n in range(LANES)]
+            for half in range(HALVES):
+                columns = [padded(own >> 4 * half & LOW) for own in words]
+                for lane, turned in enumerate(transposed(columns)[:lanes]):
+                    to = (first + lane) * LINE + (line * HALVES + half) * LANES
+                    laid.store(to, turned)
+
+    whole = steps // LANES * LANES
+    with k.loop(whole, step=LANES) as first:
+        lay(first, LANES)
+    with k.when(whole < steps):
+        lay(whole, LANES // 2)
 
 
 def _add_dots(
     work: Work,
+    planes: int,
     rows: tuple[Value, Value],
     place: tuple[Value, Value],
     steps: tuple[Value, Value],
@@ -142,16 +165,17 @@ def _add_dots(
 ) -> None:
     """Adds the products of `MANY` rows with 16 columns to totals, fp32 [row][16].
 
-    rows: the first one, and factors of a row; place: the first column among `PAIR`, and the first
-    step of the laid codes in a plane; steps: those that are laid, and those of a plane.
+    planes: of codes; rows: the first one, and factors of a row; place: the first column among
+    `PAIR`, and the first step of the laid codes in a plane; steps: those that are laid, and those
+    of a plane.
     """
     (row, pitch), (side, top), (taken, plane_steps), k = rows, place, steps, totals.k
     sides = [(line, half) for line in range(MANY) for half in range(LANES // HALF)]
     sums = [k.variable(totals.load(line * LANES + half * HALF, HALF)) for line, half in sides]
     with k.loop(taken) as step:
-        for plane in range(PLANES):
+        for plane in range(planes):
             number = plane_steps * plane + top + step
-            shorts = _products(work, row, number, step * (PLANES * LINE) + plane * LINE)
+            shorts = _products(work, row, number, step * (planes * LINE) + plane * LINE)
             for own, (line, half) in enumerate(sides):
                 at = number * PAIR + side + half * HALF
                 scale, offset = (array.load(at, HALF) for array in work.factors)

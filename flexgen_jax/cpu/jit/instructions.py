@@ -50,8 +50,13 @@ def add_products_of_bytes(unsigned: Value, signed: Value) -> Value:
     """Returns the sums, int16, of the products of two neighbouring bytes. They must not exceed 16
     bits."""
     k = unsigned.k
+    if unsigned.lanes == 4 * LANES and not k.processor.native >= {"avx512bw"}:
+        halves = zip(unsigned.halves(), signed.halves(), strict=True)
+        low, high = (add_products_of_bytes(*half) for half in halves)
+        return low.joined(high)
     if "avx2" in k.processor.native:
-        name = "llvm.x86.avx2.pmadd.ub.sw"
+        is_wide = unsigned.lanes == 4 * LANES
+        name = "llvm.x86.avx512.pmaddubs.w.512" if is_wide else "llvm.x86.avx2.pmadd.ub.sw"
         sums: Value = k.call(name, k.filled(I16, unsigned.lanes // 2).type, unsigned, signed)
         return sums
     products = unsigned.to(I16, is_signed=False) * signed.to(I16)
@@ -62,10 +67,14 @@ def add_products_of_bytes(unsigned: Value, signed: Value) -> Value:
 def add_pairs(shorts: Value) -> Value:
     """Returns the sums, int32, of two neighbouring lanes of int16."""
     k = shorts.k
+    if shorts.lanes == 2 * LANES and not k.processor.native >= {"avx512bw"}:
+        low, high = (add_pairs(half) for half in shorts.halves())
+        return low.joined(high)
     if "avx2" in k.processor.native:
-        ones = k.filled(I16, shorts.lanes, 1)
-        kind = k.filled(I32, shorts.lanes // 2).type
-        sums: Value = k.call("llvm.x86.avx2.pmadd.wd", kind, shorts, ones)
+        is_wide = shorts.lanes == 2 * LANES
+        name = "llvm.x86.avx512.pmaddw.d.512" if is_wide else "llvm.x86.avx2.pmadd.wd"
+        ones, kind = k.filled(I16, shorts.lanes, 1), k.filled(I32, shorts.lanes // 2).type
+        sums: Value = k.call(name, kind, shorts, ones)
         return sums
     even, odd = (shorts.shuffle(range(n, shorts.lanes, 2)).to(I32) for n in (0, 1))
     return even + odd
@@ -136,13 +145,12 @@ def lookup_floats(k: Function, table: Sequence[Number], codes: Value) -> Value:
 
 def _lookup(k: Function, table: Sequence[int], codes: Value) -> Value:
     """Returns entries of a table as int32, one lane after the other."""
-    digest = "_".join(str(entry) for entry in table)
-    static = k.static(f"table_{digest}", I32, table)
-    entries = k.filled(I32, codes.lanes)
-    for lane in range(codes.lanes):
-        entry = static.load(codes.lane(lane).to(I64, is_signed=False))
-        entries = entries.with_lane(lane, entry)
-    return entries
+    static = k.static("table_" + "_".join(map(str, table)), I32, table)
+    places, entries = k.stack(I32, codes.lanes), k.stack(I32, codes.lanes)
+    places.store(0, codes.to(I32, is_signed=False))
+    with k.loop(codes.lanes) as lane:
+        entries.store(lane, static.load(places.load(lane).to(I64)))
+    return entries.load(0, codes.lanes)
 
 
 class TileRegisters:

@@ -27,7 +27,6 @@ from flexgen_jax.cpu.jit.tiles import (
     TileUnit,
     give_rows,
     load_lines,
-    take_columns,
 )
 from flexgen_jax.cpu.jit.vectors import from_bfloat16, inverse_or_zero
 from flexgen_jax.layers.matmul_int8 import LEVELS, OUTLIER_BITS
@@ -260,9 +259,9 @@ class IntegerProduct:
         with k.loop(number, step=CHUNK_STEPS) as begin:
             steps = (number - begin).minimum(CHUNK_STEPS)
             with k.loop(pairs) as pair, k.loop(steps) as step:
-                place = first + pair * PAIR, places.load(begin + step) * STEP
                 packed = tile.packed.at((pair * steps + step) * (PAIR * STEP))
-                take_columns(self.plain, place, k.index(1), packed)
+                top = places.load(begin + step) * STEP
+                self.plain.take(first + pair * PAIR, top, k.index(1), packed)
             with k.loop(of.count, step=PAIR) as row:
                 some = (of.count - row).minimum(PAIR)
                 with k.loop(steps) as step, k.loop(some) as n:

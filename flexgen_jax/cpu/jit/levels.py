@@ -63,10 +63,14 @@ class Codes:
     """Elements of a plane of the narrowest part."""
     bits: int
     levels: str
+    in_lanes: bool = False
+    """Whether codes lie in lanes, as one plane."""
 
     @property
     def planes(self) -> list[int]:
         """The numbers of planes, those together that need the same bytes."""
+        if self.in_lanes:
+            return [0]
         first = loads_of(self.bits)[0]
         return sorted(range(planes_of(self.bits)), key=lambda number: number % first)
 

@@ -22,7 +22,6 @@ from flexgen_jax.cpu.jit.tiles import (
     PanelStep,
     TileUnit,
     give_rows,
-    take_columns,
     take_rows,
 )
 
@@ -68,8 +67,8 @@ class ColumnTile:
             steps = (self.pitch - top).minimum(height) // STEP
             shape = TileShape(*counts, steps)
             with k.loop(shape.pairs) as pair:
-                place = first + pair * PAIR, top * (source.elements // STEP)
-                take_columns(source, place, steps, self.packed.at(pair * steps * (PAIR * STEP)))
+                packed = self.packed.at(pair * steps * (PAIR * STEP))
+                source.take(first + pair * PAIR, top * (source.elements // STEP), steps, packed)
             with k.loop(shape.count, step=PAIR) as row:
                 at = row // PAIR * apart
                 own = self.sums.at(at)

@@ -20,6 +20,7 @@ from flexgen_jax.cpu.jit.integer_rows import (
     RoundedRows,
     emit_rounding,
 )
+from flexgen_jax.cpu.jit.lane_rows import LaneColumns, emit_lane_rows, max_lane_rows
 from flexgen_jax.cpu.jit.levels import (
     E4M3_UNIT,
     WHOLE_E2M1_UNIT,
@@ -122,6 +123,9 @@ def _emit_grouped(
     operands = Operands.of(call, is_wide)
     limits, count = call.limits(operands.columns, PAIR), operands.count
     plain = _grouped_weights(of, call, operands.depth)
+    if of.in_lanes:
+        _emit_lanes(operands, plain, unit, rounding, limits)
+        return
     if rounding:
         rounded = _weights_for_integers(of, call, operands.depth, rounding == "fours")
         has_tiles = rounding == "tiles"
@@ -144,15 +148,41 @@ def _emit_grouped(
         emit_many_rows(operands, GroupedColumns(plain, scales, offsets), UNITS[unit], limits)
 
 
+def _emit_lanes(
+    operands: Operands,
+    weights: GroupedWeights,
+    unit: str,
+    rounding: Rounding,
+    limits: tuple[Value, Value],
+) -> None:
+    k = operands.k
+    has_tiles = rounding == "tiles"
+    few = max_lane_rows(weights.codes.bits, k.processor)
+    few = FEW_OF_TILES if has_tiles else MOST if rounding else few
+    with k.when(operands.count <= few):
+        emit_lane_rows(operands, weights, unit, 1 if rounding else 2, limits)
+        k.give(k.index(1))
+    if has_tiles:
+        emit_grouped_integer_tiles(operands, weights, limits)
+        return
+    size = weights.pitch * PAIR
+    with k.workspace((F32, size), (F32, size)) as (scales, offsets):
+        scales.fill(size)
+        offsets.fill(size)
+        emit_many_rows(operands, LaneColumns(weights, scales, offsets), UNITS[unit], limits)
+
+
 def _codes_of(of: Grouping, call: Call, depth: Value) -> Codes:
     """Returns the codes of kernel weights, which are a call's arguments from number 2 on."""
     arrays = [call.argument(2 + part).array(I8) for part in range(len(WIDTHS[of.bits]))]
-    return Codes(arrays, depth // planes_of(of.bits), of.bits, of.levels)
+    plane = depth if of.in_lanes else depth // planes_of(of.bits)
+    return Codes(arrays, plane, of.bits, of.levels, of.in_lanes)
 
 
 def _grouped_weights(of: Grouping, call: Call, depth: Value) -> GroupedWeights:
     """Returns kernel weights whose levels are floats."""
-    middle = float(middle_of(of.bits) if of.levels == "integers" else 0) - of.center
+    is_counted = of.levels == "integers" and not of.in_lanes  # from the middle code
+    middle = float(middle_of(of.bits) if is_counted else 0) - of.center
     unit = E4M3_UNIT if of.levels == "e4m3" else 1.0
     factors = Factors.of_call(of, call, 2 + len(WIDTHS[of.bits]), middle, unit)
     return GroupedWeights(_codes_of(of, call, depth), factors)

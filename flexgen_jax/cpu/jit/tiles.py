@@ -75,6 +75,18 @@ class ColumnSource:
         integers."""
         raise NotImplementedError
 
+    def take(self, column: Value, top: Value, steps: Value, packed: Array) -> None:
+        """Copies `steps` steps of `PAIR` columns, from the element `top` on, into tiles for the
+        right operand."""
+        k = steps.k
+        self.prepare(column)
+        # Goes step by step within a tile: cache lines of packed rows hold two steps' elements.
+        with k.loop(2) as tile, k.loop(steps) as step:
+            target = step * (2 * TILE) + tile * TILE
+            lines = self.load(column + tile * LANES, top + step * self.elements)
+            for line, words in enumerate(transposed(lines)):
+                store_step(packed, target + line * STEP, words)
+
 
 def load_lines(array: Array, begin: Value, pitch: Value, lanes: int) -> list[Value]:
     """Loads `LANES` lines of an array, `pitch` apart, and prefetches the next ones into the second
@@ -139,21 +151,6 @@ class PaperColumns(ColumnSource):
                 halves.append(code.to(F32) * scales[half] + minima[half])
             lines.append(bfloat16_words(*halves))
         return lines
-
-
-def take_columns(
-    source: ColumnSource, place: tuple[Value, Value], steps: Value, packed: Array
-) -> None:
-    """Copies `steps` steps of `PAIR` columns into tiles for the right operand. place: the first
-    column and the first element."""
-    k, (column, top) = steps.k, place
-    source.prepare(column)
-    # Goes step by step within a tile: cache lines of packed rows hold two steps' elements.
-    with k.loop(2) as tile, k.loop(steps) as step:
-        target = step * (2 * TILE) + tile * TILE
-        lines = source.load(column + tile * LANES, top + step * source.elements)
-        for line, words in enumerate(transposed(lines)):
-            store_step(packed, target + line * STEP, words)
 
 
 def take_rows(rows: Array, pitch: Value, count: Value, steps: Value, panel: Array) -> None:

@@ -109,3 +109,14 @@ def transposed(rows: Sequence[Value]) -> list[Value]:
             one, other = square[i], square[i + step]
             square[i], square[i + step] = one.shuffle(low, other), one.shuffle(high, other)
     return square
+
+
+def padded(vector: Value) -> Value:
+    """Returns a vector of `LANES` lanes that ends with zeros."""
+    if vector.lanes == LANES:
+        return vector
+    zeros = vector.k.filled(vector.scalar, LANES)
+    if vector.lanes == 1:
+        return zeros.with_lane(0, vector)
+    lanes = [min(lane, vector.lanes) for lane in range(LANES)]
+    return vector.shuffle(lanes, vector.k.filled(vector.scalar, vector.lanes))

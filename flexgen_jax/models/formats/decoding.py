@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from flexgen_jax.models.formats.format import Factor, Format, plane_length
+from flexgen_jax.models.formats.lanes import unpacked_from_lanes
 from flexgen_jax.models.formats.levels import E2M1, NF4
 from flexgen_jax.models.formats.storage import Storage
 
@@ -42,6 +43,10 @@ def _codes(
     name: str, named: Mapping[str, np.ndarray], packing: Format, length: int, group: int = 0
 ) -> np.ndarray:
     """Returns codes, uint8 [row, length], from their parts."""
+    if packing.in_lanes:
+        storage = Storage((len(named[name]), length), "float32", packing)
+        codes: np.ndarray = unpacked_from_lanes(named[name], storage, np.concatenate)
+        return codes
     plane_size = plane_length(length, packing.planes, packing.group if name == "packed" else group)
     total, offset = None, 0
     for number, width in enumerate(packing.widths):

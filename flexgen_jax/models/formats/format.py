@@ -104,7 +104,8 @@ class Format:
 
     bits: of a code; axis: the grouped one, from the end (-1, or -2 for a matrix's rows); center:
     the offset subtracted from an integer code; has_order: whether the elements of the axis
-    were put into another order, which a leaf says; subtracts: whether minima are subtracted.
+    were put into another order, which a leaf says; subtracts: whether minima are subtracted;
+    in_lanes: whether codes are packed in lanes, see `models/formats/lanes.py`, not in planes.
     """
 
     bits: int
@@ -116,6 +117,7 @@ class Format:
     center: int = 0
     subtracts: bool = False
     has_order: bool = False
+    in_lanes: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -132,8 +134,8 @@ class Format:
 
     @property
     def planes(self) -> int:
-        """Number of planes; see `planes_of`."""
-        return planes_of(self.bits)
+        """Number of planes, 1 of codes in lanes; see `planes_of`."""
+        return 1 if self.in_lanes else planes_of(self.bits)
 
     @property
     def group(self) -> int:
