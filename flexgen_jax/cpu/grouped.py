@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flexgen_jax.models.formats.format import Factor, Format
-from flexgen_jax.models.formats.lanes import lane_elements
+from flexgen_jax.models.formats.lanes import LANES, lane_elements
 from flexgen_jax.models.formats.storage import Storage
 
 STEP = 32
@@ -43,8 +43,8 @@ class Grouping:
     `jit.grouped_factors`; dtype: of floats; unit: elements for which factors are laid out, `STEP`
     or half of it; repeats: groups have this many times as many; rows: rows that share their scales,
     0 if all do; has_minimum: whether there are minima; center: the code that stands for zero;
-    in_lanes: whether codes lie in lanes, see `models/formats/lanes.py`; kinds: the dtypes of the
-    leaves other than the codes.
+    in_lanes: whether codes lie in lanes, see `models/formats/lanes.py`, and has_half_block: whether
+    a row ends with half a block of them; kinds: the dtypes of the leaves other than the codes.
     """
 
     bits: int
@@ -57,6 +57,7 @@ class Grouping:
     has_minimum: bool
     center: int
     in_lanes: bool
+    has_half_block: bool
     kinds: tuple[str, ...]
 
     @property
@@ -73,6 +74,7 @@ class Grouping:
             int(self.has_minimum),
             self.center,
             int(self.in_lanes),
+            int(self.has_half_block),
         )
         return "_".join(map(str, parts))
 
@@ -104,6 +106,7 @@ def grouping_of(storage: Storage) -> Grouping | None:
         has_minimum=packing.minimum is not None,
         center=packing.center,
         in_lanes=packing.in_lanes,
+        has_half_block=packing.in_lanes and depth % (LANES * unit) > 0,
         kinds=tuple(leaf.kind for leaf in leaves),
     )
 

@@ -75,7 +75,8 @@ class Processor:
         if kind == "int8":
             units += ("avx512",) * self.has_all(FOR_INTEGERS)
             return units + ("avx2",) * self.has_all({"avx2"})
-        return units + ("avx512",) * self.multiplies_pairs + ("fma",) * self.has_all(FOR_FLOATS)
+        has_floats = self.has_all(FOR_FLOATS) or "neon" in self.features
+        return units + ("avx512",) * self.multiplies_pairs + ("fma",) * has_floats
 
     def has_all(self, names: set[str] | frozenset[str]) -> bool:
         return names <= self.features

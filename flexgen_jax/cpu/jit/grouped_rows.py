@@ -61,6 +61,11 @@ class GroupedWeights:
         return self.factors.of.unit
 
     @property
+    def has_half_block(self) -> bool:
+        """Whether a row of codes in lanes ends with a block of half of the lanes."""
+        return self.factors.of.has_half_block
+
+    @property
     def pitch(self) -> Value:
         """Factors of a row, rounded up to whole vectors."""
         return (self.factors.depth // self.unit).round_up(LANES)

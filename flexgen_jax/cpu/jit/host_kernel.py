@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from flexgen_jax.cpu.jit.emit import F32, I32, I64, Array, Function, Scalar, Value
 from flexgen_jax.cpu.jit.machine_code import compiled
-from flexgen_jax.cpu.processor import host
+from flexgen_jax.cpu.processor import Processor, host
 
 Argument = np.ndarray | np.float32 | int
 
@@ -38,17 +38,24 @@ Emit = Callable[[Function, Arguments, tuple[Value, Value]], None]
 """Emits a kernel for a range of its rows."""
 
 
+def kernel_module(name: str, emit: Emit, processor: Processor) -> ir.Module:
+    """Returns the module of a kernel: a function of the arguments' address and the limits of a
+    range, which returns 1, or 0 if it finds no memory."""
+    module = ir.Module(name)
+    k = Function(module, name, [(I64,), I64, I64], I64, processor=processor)
+    words, begin, end = k.arguments
+    emit(k, Arguments(words), (begin, end))
+    k.give(k.index(1))
+    return module
+
+
 class HostKernel:
     """A compiled kernel. Its callers hold no lock of the interpreter."""
 
     def __init__(self, name: str, emit: Emit) -> None:
-        module = ir.Module(name)
-        k = Function(module, name, [(I64,), I64, I64], I64, processor=host())
-        words, begin, end = k.arguments
-        emit(k, Arguments(words), (begin, end))
-        k.give(k.index(1))
         parameters = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
-        self._call = compiled(module).function(name, *parameters, result=ctypes.c_int64)
+        library = compiled(kernel_module(name, emit, host()))
+        self._call = library.function(name, *parameters, result=ctypes.c_int64)
 
     def bind(self, *arguments: Argument) -> Callable[[int, int], None]:
         """Returns a function that runs the kernel for a range of rows, from begin to end. Arrays

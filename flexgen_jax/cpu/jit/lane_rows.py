@@ -326,6 +326,12 @@ def code_of(words: Value, element: int, bits: int) -> Value:
     return words >> 8 * byte + bits * half & (1 << bits) - 1
 
 
+def code_at(words: Value, element: Value, bits: int) -> Value:
+    """Does what `code_of` does for an element that is known when the kernel runs."""
+    shift = (element % WORD * 8 + element // WORD * bits).to(I32)
+    return words >> shift.spread(words.lanes) & (1 << bits) - 1
+
+
 def multiplier_of(bits: int, unit: str, processor: Processor, how: tuple[int, int]) -> Multiplier:
     """Returns how a unit multiplies codes. how: digits of rows that are rounded, and rows that are
     multiplied at a time."""
@@ -406,7 +412,7 @@ class LaneProduct:
         whole = depth // (LANES * unit) * (LANES * unit)
         with k.loop(whole, step=LANES * unit) as first:
             emit(first, LANES)
-        with k.when(whole < depth):
+        if self.weights.has_half_block:
             emit(whole, LANES // 2)
 
     def lay_row(self, elements: Array, row: Value) -> None:
@@ -522,6 +528,8 @@ class LaneColumns(ColumnSource):
             to = packed.at(tile * TILE)
             with k.loop(whole, top, LANES * unit) as first:
                 self._take_block(column + tile * LANES, first, to.at((first - top) * PAIR), LANES)
+            if not self.weights.has_half_block:
+                return
             with k.when(whole < end):
                 to = to.at((whole - top) * PAIR)
                 self._take_block(column + tile * LANES, whole, to, LANES // 2)
@@ -529,24 +537,21 @@ class LaneColumns(ColumnSource):
     def _take_block(self, column: Value, first: Value, packed: Array, lanes: int) -> None:
         """Copies a block of `LANES` columns into tiles, from the block's first step on."""
         k, unit, codes = column.k, self.weights.unit, self.weights.codes
-        pairs_of_line = 8 // codes.bits * WORD // 2
-        with k.loop(unit * codes.bits // 8 // WORD) as line:
-            for number in range(pairs_of_line):
-                columns = []
-                for n in range(LANES):
-                    at = ((column + n) * codes.plane + first) * codes.bits // 8
-                    at = at + line * (lanes * WORD)
-                    if number == 0:
-                        ahead = at + codes.plane * codes.bits // 8 * LANES
-                        codes.arrays[0].prefetch(ahead, SECOND_CACHE)
-                    stored = codes.arrays[0].at(at).of(I32).load(0, lanes)
-                    factor = (column % PAIR + n) * self.weights.pitch + first // unit
-                    scale, offset = (x.load(factor, lanes) for x in (self.scales, self.offsets))
-                    levels = [code_of(stored, 2 * number + side, codes.bits) for side in range(2)]
-                    even, odd = (k.fma(level.to(F32), scale, offset) for level in levels)
-                    columns.append(padded(bfloat16_words(even, odd)))
-                word = line * pairs_of_line + number
-                for lane, turned in enumerate(transposed(columns)[:lanes]):
-                    step, part = divmod(lane * unit, STEP)
-                    target = step * (2 * TILE) + word * STEP + part // 2 * STEP
-                    store_step(packed, target, turned)
+        pairs_of_line, lines = 8 // codes.bits * WORD // 2, unit * codes.bits // 8 // WORD
+        row_bytes, factor = codes.plane * codes.bits // 8, first // unit
+        with k.loop(lines) as line, k.loop(pairs_of_line) as number:
+            columns = []
+            for n in range(LANES):
+                at = (column + n) * row_bytes + first * codes.bits // 8 + line * (lanes * WORD)
+                codes.arrays[0].prefetch(at + row_bytes * LANES, SECOND_CACHE)
+                stored = codes.arrays[0].at(at).of(I32).load(0, lanes)
+                own = (column % PAIR + n) * self.weights.pitch + factor
+                scale, offset = (x.load(own, lanes) for x in (self.scales, self.offsets))
+                levels = [code_at(stored, number * 2 + side, codes.bits) for side in range(2)]
+                even, odd = (k.fma(level.to(F32), scale, offset) for level in levels)
+                columns.append(padded(bfloat16_words(even, odd)))
+            word = line * pairs_of_line + number
+            for lane, turned in enumerate(transposed(columns)[:lanes]):
+                step, part = divmod(lane * unit, STEP)
+                target = step * (2 * TILE) + word * STEP + part // 2 * STEP
+                store_step(packed, target, turned)

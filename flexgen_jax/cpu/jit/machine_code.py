@@ -97,8 +97,11 @@ def _target_machine(processor: Processor) -> Any:
     binding.initialize_all_targets()
     binding.initialize_all_asmprinters()
     target = binding.Target.from_triple(processor.triple or binding.get_process_triple())
+    # The linker may place code far from its constants and from the C library.
+    is_mac = "darwin" in target.triple
+    model = {"reloc": "pic"} if is_mac else {"reloc": "static", "codemodel": "large"}
     return target.create_target_machine(
-        cpu=processor.name, features=processor.options, opt=3, reloc="pic", codemodel="small"
+        cpu=processor.name, features=processor.options, opt=3, **model
     )
 
 
