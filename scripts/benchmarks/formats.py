@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from flexgen_jax.cpu import features, kernels_of_device
+from flexgen_jax.cpu import features, is_cpu, kernels_of_device
 from flexgen_jax.layers.kernels import XlaKernels
 from flexgen_jax.layers.quantization import Kept, assemble
 from flexgen_jax.machine.product_probe import compiled_product, median_seconds
 from flexgen_jax.models.formats.format import Factor, Format
 from flexgen_jax.models.formats.known import own
+from flexgen_jax.models.formats.lanes import in_lanes
 from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.gguf.blocks import BLOCKS
 from flexgen_jax.models.weight_source import random_leaves
@@ -47,6 +48,7 @@ def random_kernel(shape: tuple[int, int], packing: Format | None, seed: int) -> 
     if packing is None:
         return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
     storage = Storage(shape, "bfloat16", packing)
+    storage = in_lanes(storage) if is_cpu() else storage  # as in runs
     kept: Kept = assemble(storage, [jnp.asarray(leaf) for leaf in random_leaves(storage, rng)])
     return kept
 
