@@ -93,7 +93,9 @@ def grouping_of(storage: Storage) -> Grouping | None:
     if kind is None or (kind not in ("floats", "zeros") and group != unit):
         return None
     leaves = [
-        leaf for leaf in storage.leaves if leaf.name not in ("packed", "packed_high", "order")
+        leaf
+        for leaf in storage.leaves
+        if not leaf.name.startswith("packed") and leaf.name != "order"
     ]
     return Grouping(
         bits=packing.bits,

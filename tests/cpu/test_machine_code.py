@@ -229,6 +229,15 @@ def test_object_files_are_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert call(returning(2)) == 2
 
 
+def test_the_oldest_object_files_are_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_code, "MAX_OBJECT_FILES", 2)
+    for n in range(4):
+        returning(n)
+        (newest,) = set(cache.iterdir()) - set(cache.glob("*.old.o"))
+        os.utime(newest.rename(newest.with_suffix(".old.o")), (n, n))
+    assert sorted(int(file.stat().st_mtime) for file in cache.iterdir()) == [2, 3]
+
+
 @pytest.mark.parametrize("content", [b"", b"x" * 10, None])
 def test_damaged_object_files_are_compiled_again(cache: Path, content: bytes | None) -> None:
     returning(3)

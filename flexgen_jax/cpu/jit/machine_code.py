@@ -24,6 +24,9 @@ from flexgen_jax.cpu.processor import Processor, host
 
 DIGEST_BYTES = 32
 
+MAX_OBJECT_FILES = 1000
+"""Object files in the cache; the oldest ones are removed beyond that."""
+
 LOCK = threading.Lock()
 """LLVM's linker is used by one thread at a time."""
 
@@ -125,3 +128,6 @@ def _keep_code(path: Path, code: bytes) -> None:
     temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
     temporary.write_bytes(hashlib.sha256(code).digest() + code)
     temporary.replace(path)
+    by_age = sorted(path.parent.glob("*.o"), key=lambda file: file.stat().st_mtime)
+    for file in by_age[: max(0, len(by_age) - MAX_OBJECT_FILES)]:
+        file.unlink(missing_ok=True)

@@ -44,8 +44,9 @@ def _codes(
 ) -> np.ndarray:
     """Returns codes, uint8 [row, length], from their parts."""
     if packing.in_lanes:
-        storage = Storage((len(named[name]), length), "float32", packing)
-        codes: np.ndarray = unpacked_from_lanes(named[name], storage, np.concatenate)
+        packed = named["packed_lanes"]
+        storage = Storage((len(packed), length), "float32", packing)
+        codes: np.ndarray = unpacked_from_lanes(packed, storage, np.concatenate)
         return codes
     plane_size = plane_length(length, packing.planes, packing.group if name == "packed" else group)
     total, offset = None, 0
