@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flexgen_jax.cpu.jit.decode_attention import CacheFormat, fold_kernel
+from flexgen_jax.cpu.jit.cache_format import CacheFormat
+from flexgen_jax.cpu.jit.decode_attention import fold_kernel
 from flexgen_jax.cpu.jit.prefill_attention import fold_together_kernel
 from flexgen_jax.cpu.jit.top_tokens import choose_kernel, mix_kernel, score_kernel
 from flexgen_jax.cpu.processor import core_count

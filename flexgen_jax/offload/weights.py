@@ -15,7 +15,7 @@ import numpy as np
 from flexgen_jax.layers.encoding import encode_rows
 from flexgen_jax.layers.quantization import Kept, encode
 from flexgen_jax.models.config import DTYPES
-from flexgen_jax.models.formats.lanes import leaves_in_lanes
+from flexgen_jax.models.formats.decoding import leaves_in_lanes
 from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.models.spec import LayerSpec
 from flexgen_jax.models.tensor_spec import TensorSpec

@@ -21,7 +21,8 @@ import ml_dtypes
 import numpy as np
 
 from flexgen_jax.cpu.grouped import grouping_of
-from flexgen_jax.cpu.jit.decode_attention import CacheFormat, _emit_host
+from flexgen_jax.cpu.jit.cache_format import CacheFormat
+from flexgen_jax.cpu.jit.decode_attention import _emit_host
 from flexgen_jax.cpu.jit.emit import F32, I8, I16, Function, Scalar, Value
 from flexgen_jax.cpu.jit.factors import Factors
 from flexgen_jax.cpu.jit.few_rows import emit_few_rows

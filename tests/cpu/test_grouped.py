@@ -15,10 +15,10 @@ from flexgen_jax.cpu import matmul
 from flexgen_jax.cpu.backend import CpuKernels
 from flexgen_jax.cpu.grouped import grouping_of
 from flexgen_jax.layers.quantization import QuantizedArray, assemble, dequantize
-from flexgen_jax.models.formats.decoding import decoded
+from flexgen_jax.models.formats.decoding import decoded, leaves_in_lanes
 from flexgen_jax.models.formats.format import Factor, Format, affine, centered
 from flexgen_jax.models.formats.known import own
-from flexgen_jax.models.formats.lanes import in_lanes, leaves_in_lanes
+from flexgen_jax.models.formats.lanes import in_lanes
 from flexgen_jax.models.formats.storage import Storage
 from flexgen_jax.policy.hardware import KernelSizes
 from tests.helpers.arrays import anew, numbers

@@ -10,7 +10,8 @@ import pytest
 
 from flexgen_jax import LLM, Policy, SamplingParams
 from flexgen_jax.cpu.host_attention import HostAttention, HostBlock
-from flexgen_jax.cpu.jit.decode_attention import CacheFormat, fold_kernel
+from flexgen_jax.cpu.jit.cache_format import CacheFormat
+from flexgen_jax.cpu.jit.decode_attention import fold_kernel
 from flexgen_jax.layers.attention import attend_blocks, attend_itself, merge
 from flexgen_jax.models.parts import AttentionSpec
 from tests.helpers.attention import (

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from flexgen_jax.cpu.jit.decode_attention import CacheFormat
+from flexgen_jax.cpu.jit.cache_format import CacheFormat
 from flexgen_jax.cpu.jit.emit import F32, I32, I64, Array, Function, Value
 from flexgen_jax.cpu.jit.handler import Call, compiled_handler
 from flexgen_jax.cpu.jit.host_kernel import Arguments, HostKernel

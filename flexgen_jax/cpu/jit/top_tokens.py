@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache, partial
 
-from flexgen_jax.cpu.jit.decode_attention import CacheFormat, emit_mix, emit_scores, side_of
+from flexgen_jax.cpu.jit.cache_format import CacheFormat, side_of
+from flexgen_jax.cpu.jit.decode_attention import emit_mix, emit_scores
 from flexgen_jax.cpu.jit.emit import F32, I32, I64, Array, Function, Value, Variable
 from flexgen_jax.cpu.jit.host_kernel import Arguments, HostKernel
 from flexgen_jax.cpu.jit.instructions import LANES

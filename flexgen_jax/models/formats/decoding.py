@@ -1,5 +1,5 @@
-"""Decoding of stored leaves in NumPy, for tensors that are not kept in few bits. On the device,
-`layers/quantization.py` decodes."""
+"""Decoding of stored leaves in NumPy, for tensors that are not kept in few bits, and the order of
+codes for a CPU. On the device, `layers/quantization.py` decodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from flexgen_jax.models.formats.format import Factor, Format, plane_length
-from flexgen_jax.models.formats.lanes import unpacked_from_lanes
+from flexgen_jax.models.formats.lanes import packed_in_lanes, unpacked_from_lanes
 from flexgen_jax.models.formats.levels import E2M1, NF4
 from flexgen_jax.models.formats.storage import Storage
 
@@ -98,3 +98,18 @@ def _numbers(name: str, named: Mapping[str, np.ndarray], factor: Factor, length:
     else:
         numbers = named[name].astype(np.float32)
     return numbers - np.float32(factor.center)
+
+
+def planes_to_lanes(packed: np.ndarray, storage: Storage) -> np.ndarray:
+    """Returns bytes in lanes from those in planes. storage: in lanes, of the same shape."""
+    if storage.bits == 4:
+        packed = np.concatenate([packed & 15, packed >> 4], axis=1)
+    lanes: np.ndarray = packed_in_lanes(packed[:, : storage.length], storage, np.concatenate)
+    return lanes
+
+
+def leaves_in_lanes(leaves: Sequence[np.ndarray], storage: Storage) -> list[np.ndarray]:
+    """Returns the leaves of a matrix for storage in lanes, from those in planes."""
+    if not storage.packing.in_lanes:
+        return [*leaves]
+    return [planes_to_lanes(np.asarray(leaves[0]), storage), *leaves[1:]]

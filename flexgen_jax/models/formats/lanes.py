@@ -1,5 +1,5 @@
 """The order of codes in lanes: the bytes of 16 groups lie side by side, for vectors of bytes.
-Arrays are NumPy's or JAX's; no JAX here.
+Arrays are NumPy's or JAX's; neither of both here.
 
 A lane of a vector belongs to a group, so products add up in registers for a whole group, and scales
 are vectors. A row is divided into blocks of 16 lanes and, where 8 groups remain, one of 8. A lane
@@ -14,11 +14,9 @@ With 4 bits, byte b of a lane in line j has the codes of two elements: 8j + b in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from flexgen_jax.models.formats.format import Format
 from flexgen_jax.models.formats.storage import Storage
@@ -85,18 +83,3 @@ def unpacked_from_lanes(packed: Any, storage: Storage, join: Join) -> Any:
             lines = join(halves, axis=-2)
         pieces.append(lines.reshape(rows, -1))
     return join(pieces, axis=1) if len(pieces) > 1 else pieces[0]
-
-
-def planes_to_lanes(packed: np.ndarray, storage: Storage) -> np.ndarray:
-    """Returns bytes in lanes from those in planes. storage: in lanes, of the same shape."""
-    if storage.bits == 4:
-        packed = np.concatenate([packed & 15, packed >> 4], axis=1)
-    lanes: np.ndarray = packed_in_lanes(packed[:, : storage.length], storage, np.concatenate)
-    return lanes
-
-
-def leaves_in_lanes(leaves: Sequence[np.ndarray], storage: Storage) -> list[np.ndarray]:
-    """Returns the leaves of a matrix for storage in lanes, from those in planes."""
-    if not storage.packing.in_lanes:
-        return [*leaves]
-    return [planes_to_lanes(np.asarray(leaves[0]), storage), *leaves[1:]]
