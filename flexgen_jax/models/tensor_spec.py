@@ -102,7 +102,7 @@ class Formats:
 
     def weight(self, tensor: TensorSpec) -> Storage:
         storage = tensor.storage(self.dtype, self.weight_bits, self.weight_format == "paper")
-        return in_lanes(storage) if self.has_lanes and self.dtype == "bfloat16" else storage
+        return in_lanes(storage) if self.has_lanes else storage
 
     def sealed(self, leaf: StateLeaf, rows: int, tokens: int) -> Storage:
         """Returns how an array of a sealed block is kept."""

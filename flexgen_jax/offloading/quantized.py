@@ -80,7 +80,7 @@ def quantize_tree(params: Any, bits: int = 4, where: Where | None = None) -> Any
             )
         matrix = jnp.asarray(leaf).reshape(leaf.shape[0], -1).T
         storage = Storage(matrix.shape, str(matrix.dtype), own(bits))
-        storage = in_lanes(storage) if is_cpu() and storage.dtype == "bfloat16" else storage
+        storage = in_lanes(storage) if is_cpu() else storage
         packed = encoded(matrix, storage)
         assert isinstance(packed, QuantizedArray), "it has a format"
         return QuantizedKernel(packed, tuple(leaf.shape))

@@ -47,7 +47,11 @@ def wide(kernel: QuantizedArray) -> np.ndarray:
     covering([*FORMATS], [1, 2, 5, 40], [(96, 512), (160, 1280)], together=1),
 )
 def test_product_is_the_formula(name: str, rows: int, shape: tuple[int, int]) -> None:
-    kernel = random_kernel(shape, FORMATS[name])
+    assert_product_is_the_formula(random_kernel(shape, FORMATS[name]), rows)
+
+
+def assert_product_is_the_formula(kernel: QuantizedArray, rows: int) -> None:
+    shape = kernel.shape
     x, bias = numbers(rows, shape[1]), jnp.asarray(numbers(shape[0], seed=1), jnp.float32)
     assert TARGET in anew(CPU.matmul).lower(x, kernel, bias).as_text()
     right = np.asarray(x, np.float64) @ wide(kernel).T + np.asarray(bias, np.float64)
@@ -73,9 +77,9 @@ def test_every_8_bit_float_is_its_number(rows: int) -> None:
     assert (found[:, is_number] == numbers[is_number]).all()
 
 
-def rounded(x: jax.Array) -> np.ndarray:
-    """Rows with every step of 32 elements rounded to 127 levels of either sign."""
-    steps = np.asarray(x, np.float32).reshape(x.shape[0], -1, 32)
+def rounded(x: jax.Array, share: int = 32) -> np.ndarray:
+    """Rows with every `share` elements rounded to 127 levels of either sign."""
+    steps = np.asarray(x, np.float32).reshape(x.shape[0], -1, share)
     unit = np.abs(steps).max(2, keepdims=True) * np.float32(1 / 127)
     inverse = np.float32(1) / np.where(unit == 0, np.float32(1), unit)
     return (np.rint(steps * inverse).astype(np.float64) * unit).reshape(x.shape)
@@ -224,12 +228,7 @@ def test_codes_in_lanes_are_the_same_numbers(name: str, depth: int) -> None:
     covering([*IN_LANES], [1, 2, 5, 40], [(96, 512), (160, 1280)], together=1),
 )
 def test_products_with_lanes_are_the_formula(name: str, rows: int, shape: tuple[int, int]) -> None:
-    kernel = with_lanes(random_kernel(shape, FORMATS[name]))
-    x, bias = numbers(rows, shape[1]), jnp.asarray(numbers(shape[0], seed=1), jnp.float32)
-    assert TARGET in anew(CPU.matmul).lower(x, kernel, bias).as_text()
-    right = np.asarray(x, np.float64) @ wide(kernel).T + np.asarray(bias, np.float64)
-    found = np.asarray(anew(CPU.matmul)(x, kernel, bias), np.float64)
-    np.testing.assert_allclose(found, right, rtol=2**-8, atol=2**-6 * np.abs(right).std())
+    assert_product_is_the_formula(with_lanes(random_kernel(shape, FORMATS[name])), rows)
 
 
 @pytest.mark.few(1)
@@ -253,9 +252,7 @@ def test_rows_are_rounded_lane_by_lane(
     if kernel.storage.packing.has_order:  # rows are rounded in the stored order
         order = np.asarray(kernel.leaf("order"))
         x, weights = x[:, order], weights[:, order]
-    steps = np.asarray(x, np.float32).reshape(rows, -1, grouping.unit)
-    unit = np.abs(steps).max(2, keepdims=True) * np.float32(1 / 127)
-    right = (np.rint(steps * (1 / unit)).astype(np.float64) * unit).reshape(x.shape) @ weights.T
+    right = rounded(x, grouping.unit) @ weights.T
     is_unpacked = rounding != "tiles" and rows > 64
     expected = np.asarray(x, np.float64) @ weights.T if is_unpacked else right
     # Weights in tiles are rounded to bfloat16.

@@ -25,7 +25,6 @@ from flexgen_jax.cpu.jit.operands import (
     step_of_rows,
     store_step,
 )
-from flexgen_jax.cpu.processor import Processor
 
 MOST, MOST_OF_FLOATS = 64, 16
 """Rows that are multiplied so, at most; where fp32 is multiplied, more are worth `many_rows`."""
@@ -48,14 +47,10 @@ def emit_few_rows(
 ) -> None:
     """Computes a range of columns. kernel: bfloat16 [columns, depth], as bits; scalar: the type in
     which rows are multiplied."""
-    side = _side(scalar, operands.k.processor)
+    short_side = SIDE_OF_SHORT_FLOATS if scalar == F32 else SIDE
+    wide, short = (((1, 1), (1, 2), (side, side)) for side in (SIDE, short_side))
     emit = partial(_emit_streams, operands, kernel, scalar, limits)
-    for_each_number_of_rows(operands, ((1, 1), (1, 2), (side, side)), emit)
-
-
-def _side(scalar: Scalar, processor: Processor) -> int:
-    is_short = scalar == F32 and not processor.has_wide_vectors
-    return SIDE_OF_SHORT_FLOATS if is_short else SIDE
+    for_each_number_of_rows(operands, wide, short, emit)
 
 
 def _emit_streams(

@@ -18,6 +18,7 @@ from flexgen_jax.cpu.jit.emit import F32, I8, I32, Array, Value
 from flexgen_jax.cpu.jit.grouped_integers import round_steps
 from flexgen_jax.cpu.jit.grouped_rows import GroupedWeights
 from flexgen_jax.cpu.jit.instructions import LANES, add_pairs, add_products_of_bytes
+from flexgen_jax.cpu.jit.lane_multipliers import for_each_block
 from flexgen_jax.cpu.jit.operands import PAIR, STEP, Operands
 from flexgen_jax.cpu.jit.tiles import give_rows
 from flexgen_jax.cpu.jit.vectors import padded, transposed
@@ -114,7 +115,10 @@ def _multiply(weights: GroupedWeights, work: Work, first: Value, count: Value) -
     with k.loop(PAIR, step=LANES) as side, k.loop(steps, step=block_steps) as block:
         taken, column_bytes = (steps - block).minimum(block_steps), codes.plane * planes // HALVES
         lines = codes.arrays[0].at((first + side) * column_bytes + block * STEP * planes // HALVES)
-        (_lay_lanes if codes.in_lanes else _lay)(lines, column_bytes, taken, work.laid)
+        if codes.in_lanes:
+            _lay_lanes(lines, column_bytes, (taken, weights.has_half_block), work.laid)
+        else:
+            _lay(lines, column_bytes, taken, work.laid)
         with k.loop(count, step=MANY) as row:
             to = row // PAIR * (PAIR * PAIR) + row % PAIR // LANES * (PAIR * LANES)
             to = to + side * LANES + row % LANES * LANES
@@ -134,9 +138,10 @@ def _lay(codes: Array, pitch: Value, steps: Value, laid: Array) -> None:
                 laid.store(to, shifted.lane(word))
 
 
-def _lay_lanes(codes: Array, pitch: Value, steps: Value, laid: Array) -> None:
-    """Does what `_lay` does for codes in lanes, whose blocks are transposed."""
-    k = steps.k
+def _lay_lanes(codes: Array, pitch: Value, some: tuple[Value, bool], laid: Array) -> None:
+    """Does what `_lay` does for codes in lanes, whose blocks are transposed. some: the steps, and
+    whether rows end with half a block."""
+    (steps, has_half_block), k = some, pitch.k
 
     def lay(first: Value, lanes: int) -> None:
         with k.loop(STEP // WORD // HALVES) as line:
@@ -148,11 +153,7 @@ def _lay_lanes(codes: Array, pitch: Value, steps: Value, laid: Array) -> None:
                     to = (first + lane) * LINE + (line * HALVES + half) * LANES
                     laid.store(to, turned)
 
-    whole = steps // LANES * LANES
-    with k.loop(whole, step=LANES) as first:
-        lay(first, LANES)
-    with k.when(whole < steps):
-        lay(whole, LANES // 2)
+    for_each_block((k.index(0), steps), 1, has_half_block, lay)
 
 
 def _add_dots(

@@ -14,21 +14,23 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
-
 from flexgen_jax.cpu.jit.emit import F32, I8, I32, Array, Function, Value
-from flexgen_jax.cpu.jit.grouped_rows import GroupedWeights, factor_of_step, sides_of
+from flexgen_jax.cpu.jit.grouped_rows import (
+    SHORT_SIDES,
+    WIDE_SIDES,
+    GroupedWeights,
+    factor_of_step,
+)
 from flexgen_jax.cpu.jit.instructions import (
     LANES,
     add_pairs,
     add_products_of_bytes,
     dot_bytes,
-    nearest_integers,
     with_sign_of,
 )
 from flexgen_jax.cpu.jit.levels import whole_levels_of
 from flexgen_jax.cpu.jit.operands import STEP, Operands, Sides, for_each_number_of_rows
-from flexgen_jax.cpu.jit.vectors import from_bfloat16
+from flexgen_jax.cpu.jit.vectors import from_bfloat16, padded, rounded_in_units
 from flexgen_jax.layers.matmul_int8 import LEVELS
 
 DOT_LANES = STEP // 4
@@ -44,19 +46,6 @@ def middle_code(bits: int, by_fours: bool) -> int:
     return SIGN if bits == 8 and not by_fours else 0
 
 
-def round_step(bits: Value, integers: Array, at: Value) -> tuple[Value, Value]:
-    """Rounds a step of bfloat16, given as bits, to integers, int8; returns their unit, fp32, and
-    themselves, int32."""
-    k, wide = bits.k, from_bfloat16(bits)
-    # As integers, so that NaN is the largest, and the unit and all sums are NaN.
-    top = (wide.bits(I32) & 0x7FFFFFFF).reduce("umax").bits(F32)
-    unit = top * float(np.float32(1 / LEVELS))
-    one = k.number(F32, 1.0)
-    rounded = nearest_integers(wide * (one / unit.equals(0.0).select(one, unit)))
-    integers.store(at, rounded.to(I8))
-    return unit, rounded
-
-
 def round_steps(
     rows: Array, integers: tuple[Array, int], units: Array, sums: Array, shape: tuple[Value, int]
 ) -> None:
@@ -65,7 +54,8 @@ def round_steps(
     shape: the number of steps, and the elements that share one of both."""
     (target, apart), (steps, share) = integers, shape
     with steps.k.loop(steps) as step:
-        unit, rounded = round_step(rows.load(step * STEP, STEP), target, step * apart)
+        unit, rounded = rounded_in_units(from_bfloat16(rows.load(step * STEP, STEP)), LEVELS)
+        target.store(step * apart, rounded.to(I8))
         for number, first in enumerate(range(0, STEP, share)):
             total = rounded.shuffle(range(first, first + share)).reduce("add")
             units.store(step * (STEP // share) + number, unit)
@@ -78,7 +68,7 @@ def emit_grouped_integers(
     """Computes few rows for a range of columns. by_fours: the processor adds up products of four
     bytes."""
     emit = partial(_emit_streams, operands, weights, by_fours, limits)
-    for_each_number_of_rows(operands, sides_of(operands.k.processor), emit)
+    for_each_number_of_rows(operands, WIDE_SIDES, SHORT_SIDES, emit)
 
 
 def _emit_streams(
@@ -164,8 +154,7 @@ def _dots(
                 factor = factor_of_step(scaled.at(pitch * own), number, weights.unit, DOT_LANES)
                 dot = _dot(whole[n], x, codes.bits, by_fours).to(F32)
                 totals[own].set(k.fma(dot, factor, totals[own].get()))
-    padding = k.filled(F32, DOT_LANES)
-    return [t.get().joined(padding) + r.get() for t, r in zip(totals, rests, strict=True)]
+    return [padded(total.get()) + rest.get() for total, rest in zip(totals, rests, strict=True)]
 
 
 def _dot(codes: Value, x: Value, bits: int, by_fours: bool) -> Value:

@@ -28,6 +28,7 @@ from flexgen_jax.cpu.jit.operands import (
     STEP,
     Operands,
     Sides,
+    SidesByRows,
     add_products,
     for_each_number_of_rows,
     step_of_rows,
@@ -35,17 +36,12 @@ from flexgen_jax.cpu.jit.operands import (
 )
 from flexgen_jax.cpu.jit.tiles import ColumnSource, load_lines
 from flexgen_jax.cpu.jit.vectors import bfloat16_words, from_bfloat16
-from flexgen_jax.cpu.processor import Processor
 from flexgen_jax.models.formats.format import WIDTHS
 
-WIDE_SIDES: tuple[Sides, Sides, Sides] = ((4, 1), (4, 2), (2, 4))
-SHORT_SIDES: tuple[Sides, Sides, Sides] = ((1, 1), (1, 2), (1, 4))
+WIDE_SIDES: SidesByRows = ((4, 1), (4, 2), (2, 4))
+SHORT_SIDES: SidesByRows = ((1, 1), (1, 2), (1, 4))
 """Columns, and rows, that are multiplied at a time, where there is one row, two, and more: with
 vectors of 512 bits, and of 256."""
-
-
-def sides_of(processor: Processor) -> tuple[Sides, Sides, Sides]:
-    return WIDE_SIDES if processor.has_wide_vectors else SHORT_SIDES
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ def emit_grouped_rows(
 ) -> None:
     """Computes few rows for a range of columns. scalar: the type in which rows are multiplied."""
     emit = partial(_emit_streams, operands, weights, scalar, limits)
-    for_each_number_of_rows(operands, sides_of(operands.k.processor), emit)
+    for_each_number_of_rows(operands, WIDE_SIDES, SHORT_SIDES, emit)
 
 
 def _emit_streams(

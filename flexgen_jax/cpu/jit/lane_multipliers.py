@@ -8,21 +8,21 @@ Sums of integers are exact, so a row's result depends on no other row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from flexgen_jax.cpu.jit.emit import F32, I8, I16, I32, Array, Scalar, Value
 from flexgen_jax.cpu.jit.instructions import (
+    LANES,
     add_pairs,
     add_products_of_bytes,
     dot_bytes,
     dot_pairs,
     lookup_words,
-    nearest_integers,
 )
-from flexgen_jax.cpu.jit.vectors import from_bfloat16
+from flexgen_jax.cpu.jit.vectors import from_bfloat16, rounded_in_units
 from flexgen_jax.cpu.processor import Processor
 from flexgen_jax.layers.matmul_int8 import LEVELS
 
@@ -57,6 +57,20 @@ class Place:
     """Its number in the block."""
     lanes: int
     """Lanes of the block."""
+
+
+def for_each_block(
+    limits: tuple[Value, Value], unit: int, has_half_block: bool, emit: Callable[[Value, int], None]
+) -> None:
+    """Emits code for the blocks of lanes from a block's begin on, by a block's begin and its lanes.
+    unit: counts of `limits` in a lane; has_half_block: whether a row ends with half a block."""
+    (begin, end), k, size = limits, limits[0].k, LANES * unit
+    whole = begin + (end - begin) // size * size
+    with k.loop(whole, begin, size) as first:
+        emit(first, LANES)
+    if has_half_block:
+        with k.when(whole < end):
+            emit(whole, LANES // 2)
 
 
 class Multiplier:
@@ -119,12 +133,8 @@ class Digits(Multiplier):
         return 2 if self.takes_halves else 1
 
     def lay(self, elements: Value, place: Place, apart: Value) -> tuple[Value, Value]:
-        wide, one = from_bfloat16(elements), elements.k.number(F32, 1.0)
         largest = LEVELS << DIGIT * (self.digits - 1)
-        # As integers, so that NaN is the largest, and the unit and all sums are NaN.
-        top = (wide.bits(I32) & 0x7FFFFFFF).reduce("umax").bits(F32)
-        unit = top * float(np.float32(1 / largest))
-        rest = nearest_integers(wide * (one / unit.equals(0.0).select(one, unit)))
+        unit, rest = rounded_in_units(from_bfloat16(elements), largest)
         total = rest.reduce("add").to(F32) * unit
         for digit in range(self.digits):  # the highest first
             is_last = digit == self.digits - 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from flexgen_jax.cpu.jit.emit import F32, I32, ITEM_BYTES, SECOND_CACHE, Array, Value
-from flexgen_jax.cpu.jit.grouped_rows import GroupedWeights
+from flexgen_jax.cpu.jit.grouped_rows import GroupedColumns, GroupedWeights
 from flexgen_jax.cpu.jit.instructions import LANES
 from flexgen_jax.cpu.jit.lane_multipliers import (
     WORD,
@@ -24,6 +24,7 @@ from flexgen_jax.cpu.jit.lane_multipliers import (
     Place,
     Products,
     code_at,
+    for_each_block,
     multiplier_of,
 )
 from flexgen_jax.cpu.jit.operands import (
@@ -31,15 +32,16 @@ from flexgen_jax.cpu.jit.operands import (
     STEP,
     Operands,
     Sides,
+    SidesByRows,
     for_each_number_of_rows,
     store_step,
 )
-from flexgen_jax.cpu.jit.tiles import TILE, ColumnSource
+from flexgen_jax.cpu.jit.tiles import TILE
 from flexgen_jax.cpu.jit.vectors import bfloat16_words, padded, transposed
 from flexgen_jax.cpu.processor import Processor
 
-WIDE_SIDES: tuple[Sides, Sides, Sides] = ((4, 1), (2, 2), (2, 4))
-SHORT_SIDES: tuple[Sides, Sides, Sides] = ((2, 1), (1, 2), (1, 4))
+WIDE_SIDES: SidesByRows = ((4, 1), (2, 2), (2, 4))
+SHORT_SIDES: SidesByRows = ((2, 1), (1, 2), (1, 4))
 """Columns, and rows, that are multiplied at a time, where there is one row, two, and more: with
 vectors of 512 bits, and of 256."""
 
@@ -84,9 +86,8 @@ def emit_lane_rows(
 ) -> None:
     """Computes few rows for a range of columns. digits: of rows that are rounded: 1, or 2 where
     there is no better way to multiply bfloat16."""
-    sides = WIDE_SIDES if operands.k.processor.has_wide_vectors else SHORT_SIDES
     emit = partial(_emit_product, operands, weights, (unit, digits), limits)
-    for_each_number_of_rows(operands, sides, emit)
+    for_each_number_of_rows(operands, WIDE_SIDES, SHORT_SIDES, emit)
 
 
 def _emit_product(
@@ -134,12 +135,8 @@ class LaneProduct:
 
     def for_each_block(self, emit: Callable[[Value, int], None]) -> None:
         """Emits code for the blocks of a row, by a block's first element and its lanes."""
-        k, unit, depth = self.rows.depth.k, self.weights.unit, self.rows.depth
-        whole = depth // (LANES * unit) * (LANES * unit)
-        with k.loop(whole, step=LANES * unit) as first:
-            emit(first, LANES)
-        if self.weights.has_half_block:
-            emit(whole, LANES // 2)
+        limits = self.rows.depth.k.index(0), self.rows.depth
+        for_each_block(limits, self.weights.unit, self.weights.has_half_block, emit)
 
     def lay_row(self, elements: Array, row: Value) -> None:
         """Writes a row as it is multiplied."""
@@ -231,34 +228,19 @@ class LaneProduct:
 
 
 @dataclass(frozen=True)
-class LaneColumns(ColumnSource):
+class LaneColumns(GroupedColumns):
     """Kernel weights whose codes lie in lanes, unpacked in registers."""
 
-    weights: GroupedWeights
-    scales: Array
-    """fp32 [PAIR][pitch], of the columns that were prepared."""
-    offsets: Array
-
-    def prepare(self, column: Value) -> None:
-        pitch = self.weights.pitch
-        with column.k.loop(PAIR) as n:
-            at = n * pitch
-            self.weights.factors.take(column + n, self.scales.at(at), self.offsets.at(at))
-
     def take(self, column: Value, top: Value, steps: Value, packed: Array) -> None:
-        k, unit = column.k, self.weights.unit
+        limits, weights = (top, top + steps * STEP), self.weights
         self.prepare(column)
-        end = top + steps * STEP
-        whole = top + steps * STEP // (LANES * unit) * (LANES * unit)
-        with k.loop(2) as tile:
-            to = packed.at(tile * TILE)
-            with k.loop(whole, top, LANES * unit) as first:
-                self._take_block(column + tile * LANES, first, to.at((first - top) * PAIR), LANES)
-            if not self.weights.has_half_block:
-                return
-            with k.when(whole < end):
-                to = to.at((whole - top) * PAIR)
-                self._take_block(column + tile * LANES, whole, to, LANES // 2)
+        with column.k.loop(2) as tile:
+
+            def take_block(first: Value, lanes: int) -> None:
+                to = packed.at(tile * TILE + (first - top) * PAIR)
+                self._take_block(column + tile * LANES, first, to, lanes)
+
+            for_each_block(limits, weights.unit, weights.has_half_block, take_block)
 
     def _take_block(self, column: Value, first: Value, packed: Array, lanes: int) -> None:
         """Copies a block of `LANES` columns into tiles, from the block's first step on."""

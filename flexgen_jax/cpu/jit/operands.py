@@ -6,7 +6,7 @@ weights. Rows of bfloat16 are taken `STEP` elements at a time, columns `PAIR` at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from flexgen_jax.cpu.jit.emit import F32, I16, I32, Array, Function, Scalar, Value
@@ -19,6 +19,9 @@ PAIR, STEP = 32, 32
 
 Sides = tuple[int, int]
 """Columns, and rows, that are multiplied at a time."""
+
+SidesByRows = tuple[Sides, Sides, Sides]
+"""The sides for one row, for two, and for more."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,13 @@ class Operands:
 
 
 def for_each_number_of_rows(
-    operands: Operands, sides: tuple[Sides, Sides, Sides], emit: Callable[[Sides], None]
+    operands: Operands, wide: SidesByRows, short: SidesByRows, emit: Callable[[Sides], None]
 ) -> None:
-    """Emits a product for one row, for two, and for more."""
-    one, two, more = sides
+    """Emits a product for one row, for two, and for more.
+
+    wide, short: the sides with vectors of 512 bits, and of 256.
+    """
+    one, two, more = wide if operands.k.processor.has_wide_vectors else short
     with operands.k.either(operands.count.equals(1)) as (is_one, otherwise):
         with is_one:
             emit(one)
@@ -109,9 +115,3 @@ def store_step(array: Array, at: Value, words: Value) -> None:
 def add_products(total: Value, one: Value, other: Value) -> Value:
     """Adds to each lane of total the products in that lane: of fp32, or of bfloat16 pairs."""
     return total.k.fma(one, other, total) if one.is_float else dot_pairs(total, one, other)
-
-
-def column_steps(k: Function, limits: tuple[Value, Value], wide: int) -> Iterator[Value]:
-    """Loops over the columns of a range, `wide` at a time."""
-    with k.loop(limits[1], limits[0], step=wide) as column:
-        yield column

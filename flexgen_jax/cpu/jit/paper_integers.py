@@ -27,14 +27,21 @@ from flexgen_jax.cpu.jit.instructions import (
 )
 from flexgen_jax.cpu.jit.integer_rows import is_outlier
 from flexgen_jax.cpu.jit.levels import middle_of
-from flexgen_jax.cpu.jit.operands import PAIR, STEP, Operands, Sides, for_each_number_of_rows
+from flexgen_jax.cpu.jit.operands import (
+    PAIR,
+    STEP,
+    Operands,
+    Sides,
+    SidesByRows,
+    for_each_number_of_rows,
+)
 from flexgen_jax.cpu.jit.paper_rows import ahead_of, group_end
 from flexgen_jax.cpu.jit.tiles import PaperWeights, give_rows
 from flexgen_jax.cpu.jit.vectors import from_bfloat16, inverse_or_zero, lane_sum
 from flexgen_jax.layers.matmul_int8 import LEVELS
 from flexgen_jax.models.formats.storage import GROUP_SIZE
 
-SIDES: tuple[Sides, Sides, Sides] = ((4, 1), (2, 2), (1, 4))
+SIDES: SidesByRows = ((4, 1), (2, 2), (1, 4))
 """Rows of bytes, and rows of x, that are multiplied at a time, where x has one row, two, and more:
 their sums take half of the registers."""
 
@@ -60,7 +67,7 @@ def emit_paper_integers(
     """Computes the columns whose codes are in a range of the rows of bytes. Its limits are
     multiples of `PAIR`."""
     emit = partial(_emit_blocks, operands, weights, limits)
-    for_each_number_of_rows(operands, SIDES, emit)
+    for_each_number_of_rows(operands, SIDES, SIDES, emit)
 
 
 @dataclass(frozen=True)
@@ -85,13 +92,9 @@ class _Work:
     sums: Array
 
     @property
-    def planes(self) -> int:
-        return 8 // self.weights.bits
-
-    @property
     def panels(self) -> int:
         """Planes times rows that are multiplied at a time."""
-        return self.planes * self.sides[1]
+        return self.weights.planes * self.sides[1]
 
     def take_rows(self, above: Value, count: Value, padded: Value) -> Value:
         """Copies rows with outliers as 0; returns how many outliers there are."""
@@ -108,7 +111,7 @@ class _Work:
     def widen_sides(self, top: Value, size: Value, first: Value) -> None:
         """Writes `step_sizes` and `middles` for the groups of a row of bytes."""
         of, weights, k = self.operands, self.weights, top.k
-        for plane in range(self.planes):
+        for plane in range(self.weights.planes):
             column = (weights.length * plane + first).minimum(of.columns - 1)
             group = column // GROUP_SIZE * of.depth + top
             with k.loop(size, step=LANES) as at:
@@ -122,7 +125,7 @@ class _Work:
     def fold(self, row: Value, top: Value, size: Value) -> None:
         """Rounds `many` rows times the scales of the groups in all planes."""
         many, k = self.sides[1], row.k
-        for plane in range(self.planes):
+        for plane in range(self.weights.planes):
             for n in range(many):
                 self.rests.store(plane * many + n, 0.0)
             with k.loop(size, step=BLOCK) as begin:
@@ -157,7 +160,7 @@ class _Work:
                     total += integers.shuffle(range(lane, lane + INTS))
             excess = total.get().reduce("add").to(F32) * scale
             self.scales.store(begin // BLOCK * self.panels + panel, scale)
-            rest = _sum_of_half(exact[row].get()) - excess * float(middle_of(self.weights.bits))
+            rest = lane_sum(exact[row].get()) - excess * float(middle_of(self.weights.bits))
             self.rests.store(panel, self.rests.load(panel) + rest)
 
     def add_dots(self, place: tuple[Value, Value], size: Value, to: Array, adds: Value) -> None:
@@ -183,7 +186,7 @@ class _Work:
             panel, byte = divmod(n, wide)
             plane, row = divmod(panel, many)
             own = to.at(plane * APART + row * LANES + byte)
-            value = _sum_of_half(total.get()) + self.rests.load(panel)
+            value = lane_sum(total.get()) + self.rests.load(panel)
             before = adds.select(own.load(0), 0.0)
             own.store(0, before + value)
 
@@ -216,11 +219,11 @@ class _Work:
             stored = of.rows.load((above + row) * of.depth + top + n)
             with k.when(is_outlier(stored)):
                 x = from_bfloat16(stored)
-                for plane in range(self.planes):
+                for plane in range(self.weights.planes):
                     step, middle = (
                         side.load(size * plane + n) for side in (self.step_sizes, self.middles)
                     )
-                    sums = self.sums.at(sums_of_row(row, self.planes) + plane * APART)
+                    sums = self.sums.at(sums_of_row(row, self.weights.planes) + plane * APART)
                     with k.loop(stop, first) as byte:
                         code = self.weights.codes.load(byte * of.depth + top + n)
                         code = code.to(I32, is_signed=False) >> bits * plane & (1 << bits) - 1
@@ -241,16 +244,12 @@ def place_of_column(column: Value) -> Value:
     return pair + column % PAIR // LANES * (LANES * LANES) + column % LANES
 
 
-def _sum_of_half(vector: Value) -> Value:
-    return lane_sum(vector.joined(vector.k.filled(F32, vector.lanes)))
-
-
 def _emit_blocks(
     of: Operands, weights: PaperWeights, limits: tuple[Value, Value], sides: Sides
 ) -> None:
     """Multiplies `many` rows by the codes of `wide` rows of bytes at a time, `ROWS` rows by a
     group's codes, `DEPTH` elements of each."""
-    k, many, planes = of.k, sides[1], 8 // weights.bits
+    k, many, planes = of.k, sides[1], weights.planes
     height, panels = of.depth.minimum(DEPTH), planes * many
     tall = (of.count.minimum(ROWS) + (many - 1)) // many * many
     sums_size = (tall + (PAIR - 1)) // PAIR * (planes * APART)
@@ -287,7 +286,7 @@ def _multiply(
     work.widen_sides(top, size, span[0])
     with k.loop(rows[1], step=many) as row:
         work.fold(row, top, size)
-        base = work.sums.at(sums_of_row(row, work.planes))
+        base = work.sums.at(sums_of_row(row, work.weights.planes))
         with k.loop(span[1], span[0], wide) as byte:
             begin = byte * of.depth + top
             soon = begin + ahead_of(of.depth, wide)
@@ -300,9 +299,9 @@ def _give_planes(work: _Work, rows: tuple[Value, Value], span: tuple[Value, Valu
     of, (above, count), k = work.operands, rows, rows[0].k
     is_aligned = k.index(0).differs(0)
     with k.loop(count, step=PAIR) as row, k.loop(span[1], span[0], PAIR) as byte:
-        for plane in range(work.planes):
+        for plane in range(work.weights.planes):
             column = work.weights.length * plane + byte
-            at = row // PAIR * (work.planes * APART) + plane * APART
+            at = row // PAIR * (work.weights.planes * APART) + plane * APART
             sums = work.sums.at(at + place_of_column(byte - span[0]))
             with k.when(column < of.columns):
                 some = (count - row).minimum(PAIR)

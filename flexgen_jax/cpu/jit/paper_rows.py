@@ -26,6 +26,7 @@ from flexgen_jax.cpu.jit.operands import (
     STEP,
     Operands,
     Sides,
+    SidesByRows,
     add_products,
     for_each_number_of_rows,
     step_of_rows,
@@ -35,8 +36,8 @@ from flexgen_jax.cpu.jit.vectors import bfloat16_words
 from flexgen_jax.cpu.processor import Processor
 from flexgen_jax.models.formats.storage import GROUP_SIZE
 
-WIDE_SIDES: tuple[Sides, Sides, Sides] = ((4, 1), (4, 2), (2, 4))
-SHORT_SIDES: tuple[Sides, Sides, Sides] = ((2, 1), (1, 2), (1, 2))
+WIDE_SIDES: SidesByRows = ((4, 1), (4, 2), (2, 4))
+SHORT_SIDES: SidesByRows = ((2, 1), (1, 2), (1, 2))
 """Rows of bytes, and rows of x, that are multiplied at a time, where x has one row, two, and more:
 their sums take at most half of the registers, of 512 bits and of 256."""
 
@@ -80,9 +81,8 @@ def emit_paper_rows(
 ) -> None:
     """Computes the columns whose codes are in a range of the rows of bytes. Its limits are
     multiples of `PAIR`; scalar: the type in which rows are multiplied."""
-    sides = WIDE_SIDES if operands.k.processor.has_wide_vectors else SHORT_SIDES
     emit = partial(_emit_folded, operands, weights, scalar, limits)
-    for_each_number_of_rows(operands, sides, emit)
+    for_each_number_of_rows(operands, WIDE_SIDES, SHORT_SIDES, emit)
 
 
 @dataclass(frozen=True)
@@ -98,19 +98,15 @@ class _Folded:
     sides: Sides
 
     @property
-    def planes(self) -> int:
-        return 8 // self.weights.bits
-
-    @property
     def panels(self) -> int:
         """Planes times rows that are multiplied at a time."""
-        return self.planes * self.sides[1]
+        return self.weights.planes * self.sides[1]
 
     def fold(self, turn: Value, first: Value, part: tuple[Value, Value]) -> None:
         """Multiplies `many` rows by the scales of the groups of a row of bytes. part: the first
         element, and the number of steps."""
         of, many, (top, steps), k = self.operands, self.sides[1], part, turn.k
-        for plane in range(self.planes):
+        for plane in range(self.weights.planes):
             column = (self.weights.length * plane + first).minimum(of.columns - 1)
             at = turn * steps * (self.panels * STEP) + plane * many * STEP
             totals = [k.variable(k.filled(F32, LANES)) for _ in range(many)]
@@ -118,7 +114,9 @@ class _Folded:
                 element = top + step * STEP
                 sides = self.weights.factors(column, element)
                 scales, minima = (bfloat16_halves(side) for side in sides)
-                middle = k.number(F32, 0.0 if self.left.scalar == F32 else middle_of(self.bits))
+                middle = k.number(
+                    F32, 0.0 if self.left.scalar == F32 else middle_of(self.weights.bits)
+                )
                 pairs = zip(scales, minima, strict=True)
                 others = [k.fma(scale, middle, minimum) for scale, minimum in pairs]
                 for n in range(many):
@@ -133,10 +131,6 @@ class _Folded:
                     self._store(place, even, odd)
             for n, own in enumerate(totals):
                 self.sums.store((turn * self.panels + plane * many + n) * LANES, own.get())
-
-    @property
-    def bits(self) -> int:
-        return self.weights.bits
 
     def _store(self, place: Value, even: Value, odd: Value) -> None:
         if self.left.scalar == F32:
@@ -184,10 +178,10 @@ class _Folded:
     def _levels(self, stored: Value) -> list[list[Value]]:
         """Returns for each code of a step of bytes the vectors by which a step of x is
         multiplied."""
-        levels, codes = [], Codes((), stored.k.index(0), self.bits, "integers")
-        for shift in range(0, 8, self.bits):
+        levels, codes = [], Codes((), stored.k.index(0), self.weights.bits, "integers")
+        for shift in range(0, 8, self.weights.bits):
             if self.left.scalar == F32:
-                words, mask = stored.to(I32, is_signed=False), (1 << self.bits) - 1
+                words, mask = stored.to(I32, is_signed=False), (1 << self.weights.bits) - 1
                 levels.append([(words >> shift + byte & mask).to(F32) for byte in (0, 8)])
             else:
                 levels.append(pairs_of_levels([stored], [shift], codes))
@@ -199,7 +193,7 @@ def _emit_folded(
 ) -> None:
     """Multiplies `many` rows by the codes of `wide` rows of bytes at a time."""
     k, (wide, many), turns = of.k, sides, of.turns(sides[1])
-    panels, height = 8 // weights.bits * many, of.depth.minimum(FOLDED // many)
+    panels, height = weights.planes * many, of.depth.minimum(FOLDED // many)
     with k.workspace(
         (scalar, turns * height * panels),
         (F32, turns * (panels * LANES)),
@@ -219,7 +213,7 @@ def _emit_folded(
                     folded.add_dots((turn, begin), steps, own, top > 0, soon)
             with k.loop(stop, first.get(), wide) as byte, k.loop(turns) as turn:
                 own = lanes.at(((byte - first.get()) * turns + turn * wide) * (panels * LANES))
-                for plane in range(8 // weights.bits):
+                for plane in range(weights.planes):
                     column = weights.length * plane + byte
                     at = plane * wide * many
                     some = [own.load((at + n) * LANES, LANES) for n in range(wide * many)]

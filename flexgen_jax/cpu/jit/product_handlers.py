@@ -141,11 +141,7 @@ def _emit_grouped(
             with k.when(count <= folded):
                 emit_grouped_rows(operands, plain, _scalar_of(unit), limits)
                 k.give(k.index(1))
-    size = plain.pitch * PAIR
-    with k.workspace((F32, size), (F32, size)) as (scales, offsets):
-        scales.fill(size)
-        offsets.fill(size)
-        emit_many_rows(operands, GroupedColumns(plain, scales, offsets), UNITS[unit], limits)
+    _emit_unpacked(operands, plain, GroupedColumns, unit, limits)
 
 
 def _emit_lanes(
@@ -165,11 +161,22 @@ def _emit_lanes(
     if has_tiles:
         emit_grouped_integer_tiles(operands, weights, limits)
         return
+    _emit_unpacked(operands, weights, LaneColumns, unit, limits)
+
+
+def _emit_unpacked(
+    operands: Operands,
+    weights: GroupedWeights,
+    columns: type[GroupedColumns],
+    unit: str,
+    limits: tuple[Value, Value],
+) -> None:
+    """Computes many rows, with room for the factors of `PAIR` columns."""
     size = weights.pitch * PAIR
-    with k.workspace((F32, size), (F32, size)) as (scales, offsets):
+    with operands.k.workspace((F32, size), (F32, size)) as (scales, offsets):
         scales.fill(size)
         offsets.fill(size)
-        emit_many_rows(operands, LaneColumns(weights, scales, offsets), UNITS[unit], limits)
+        emit_many_rows(operands, columns(weights, scales, offsets), UNITS[unit], limits)
 
 
 def _codes_of(of: Grouping, call: Call, depth: Value) -> Codes:

@@ -121,6 +121,11 @@ class PaperWeights:
     depth: Value
     bits: int
 
+    @property
+    def planes(self) -> int:
+        """Codes of a byte."""
+        return 8 // self.bits
+
     def factors(self, column: Value, element: Value) -> tuple[Value, Value]:
         """Returns scale and minimum of a step, as pairs of bfloat16."""
         at = column // GROUP_SIZE * self.depth + element

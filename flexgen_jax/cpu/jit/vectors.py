@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import numpy as np
+
 from flexgen_jax.cpu.jit.emit import F16, F32, I16, I32, Value
-from flexgen_jax.cpu.jit.instructions import HIGH_HALF, LANES
+from flexgen_jax.cpu.jit.instructions import HIGH_HALF, LANES, nearest_integers
 
 LOWEST = -87.0
 """The least x for `exp`: e^x is still a normal number there."""
@@ -95,8 +97,18 @@ def lane_sums(vectors: Sequence[Value]) -> Value:
 
 
 def lane_sum(vector: Value) -> Value:
-    """Returns the sum of all lanes of a vector, as `lane_sums` does."""
-    return lane_sums([vector]).lane(0)
+    """Returns the sum of all lanes of a vector of up to `LANES` lanes, as `lane_sums` does."""
+    return lane_sums([padded(vector)]).lane(0)
+
+
+def rounded_in_units(floats: Value, largest: int) -> tuple[Value, Value]:
+    """Rounds a vector of fp32 to integers, int32, so that its largest magnitude becomes `largest`.
+    Returns the unit, fp32, and the integers."""
+    one = floats.k.number(F32, 1.0)
+    # As integers, so that NaN is the largest, and the unit is NaN.
+    top = (floats.bits(I32) & 0x7FFFFFFF).reduce("umax").bits(F32)
+    unit = top * float(np.float32(1 / largest))
+    return unit, nearest_integers(floats * (one / unit.equals(0.0).select(one, unit)))
 
 
 def transposed(rows: Sequence[Value]) -> list[Value]:

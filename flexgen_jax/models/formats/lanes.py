@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from flexgen_jax.models.formats.format import Format
@@ -43,10 +44,12 @@ def lane_blocks(length: int, unit: int) -> list[tuple[int, int, int]]:
     return blocks
 
 
+@lru_cache(maxsize=1024)  # tensors have few different shapes
 def in_lanes(storage: Storage) -> Storage:
-    """Returns how an array is kept with its codes in lanes; as before where that does not fit."""
-    packing = storage.format
-    if packing is None or len(storage.shape) != 2 or packing.axis != -1:
+    """Returns how a matrix of bfloat16 is kept with its codes in lanes; as before where that does
+    not fit."""
+    packing, is_matrix = storage.format, len(storage.shape) == 2
+    if packing is None or not is_matrix or packing.axis != -1 or storage.dtype != "bfloat16":
         return storage
     fits = packing.levels == "integers" and packing.bits in (4, 8) and not packing.in_lanes
     unit = lane_elements(packing, storage.length)
