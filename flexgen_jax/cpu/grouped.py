@@ -30,9 +30,9 @@ BLOCKS = {
 """Kinds of scales that are integers in units of blocks of 256 elements, with and without minima
 of the same format."""
 
-Rounding = Literal["", "pairs", "fours", "tiles"]
-"""How rows are rounded to 8-bit integers: not at all, few of them for a processor that adds up
-products of two bytes, or of four, or any number of them for one of the former kind."""
+Rounding = Literal["", "pairs", "fours"]
+"""How rows are rounded to 8-bit integers: not at all, or for a processor that adds up products of
+two bytes, or of four."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,13 @@ class Grouping:
     in_lanes: bool
     has_half_block: bool
     kinds: tuple[str, ...]
+
+    def has_integer_tiles(self, rounding: Rounding) -> bool:
+        """Returns whether any number of rows can be rounded so; else few can. Sums of 16 products
+        of 8-bit codes would not fit into 16 bits, as sums of pairs must."""
+        if not rounding or (self.levels, self.unit) != ("integers", STEP):
+            return False
+        return self.bits == 4 or (rounding == "fours" and self.bits == 8 and self.in_lanes)
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.cpu.grouped import STEP, Grouping, Rounding, grouping_of
+from flexgen_jax.cpu.grouped import Grouping, Rounding, grouping_of
 from flexgen_jax.cpu.jit.few_rows import MOST
 from flexgen_jax.cpu.jit.operands import PAIR
 from flexgen_jax.cpu.jit.product_handlers import (
@@ -44,8 +44,9 @@ FEW_ROWS = MOST
 """Up to this many rows, a product takes little longer than reading its kernel weights."""
 
 FEW_ROUNDED = 8
-"""Up to this many rows, packed kernel weights are not rounded to integers: that would take longer
-than the product does without. AVX2 multiplies by their codes, and rounds rows only."""
+"""Up to this many rows, weights in the paper's format are not rounded to integers: that would take
+longer than the product does without. AVX2 multiplies by their codes, and rounds rows only. Up to as
+many, steps of rows are rounded where the processor multiplies pairs of bfloat16."""
 
 MOST_ROUNDED = 16 if host().has_wide_vectors else 64
 """Up to this many rows, products of integers with the codes of weights that are grouped along their
@@ -104,19 +105,13 @@ def matmul_int8(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array
 
 
 def _multiplied_in_steps(x: jax.Array, kernel: Kept, bias: jax.Array | None) -> jax.Array | None:
-    unit, rounding = _unit_for(x, kernel), _rounding_for(kernel)
-    return _multiplied(x, kernel, bias, x.dtype, unit, rounding) if unit else None
+    unit = _unit_for(x, kernel)
+    return _multiplied(x, kernel, bias, x.dtype, unit, _rounding()) if unit else None
 
 
-def _rounding_for(kernel: Kept) -> Rounding:
-    """Returns how rows are rounded for the codes of a kernel that is grouped along its input. With
-    vectors of 512 bits and no products of four bytes, many rows are multiplied faster in fp32."""
-    if host().multiplies_bytes:
-        return "fours"
-    grouping = _grouping(kernel)
-    codes = None if grouping is None else (grouping.levels, grouping.bits, grouping.unit)
-    has_tiles = codes == ("integers", 4, STEP)
-    return "tiles" if has_tiles and not host().has_wide_vectors else "pairs"
+def _rounding() -> Rounding:
+    """Returns how rows are rounded for kernels that are grouped along their input."""
+    return "fours" if host().multiplies_bytes else "pairs"
 
 
 def multiplies(x: jax.Array, kernel: Kept) -> bool:
@@ -155,12 +150,24 @@ def gains_by_rounding(x: jax.Array, kernel: Kept) -> bool:
     few = FEW_ROWS
     if isinstance(kernel, QuantizedArray):
         if _rounds_steps(kernel):
-            is_few = x.size // x.shape[-1] <= MOST_ROUNDED
-            return tile_unit() == "fma" and (is_few or _rounding_for(kernel) == "tiles")
+            return _gains_by_rounding_steps(x.size // x.shape[-1], kernel)
         if not _is_papers(kernel):
             return False
         few = 0 if tile_unit("int8") == "avx2" else FEW_ROUNDED
     return x.size // x.shape[-1] > few
+
+
+def _gains_by_rounding_steps(rows: int, kernel: Kept) -> bool:
+    """Does what `gains_by_rounding` does for kernels that are grouped along their input. With
+    vectors of 512 bits and no products of four bytes, many rows are multiplied faster in fp32."""
+    grouping, fours = _grouping(kernel), host().multiplies_bytes
+    if grouping is None or tile_unit() == "amx":
+        return False
+    has_tiles = grouping.has_integer_tiles(_rounding())
+    if has_tiles and (fours or not host().has_wide_vectors):
+        return True
+    is_fast = grouping.in_lanes or tile_unit() == "fma"
+    return rows <= (MOST_ROUNDED if is_fast else FEW_ROUNDED)
 
 
 def _rounded(target: str, rows: jax.Array) -> list[jax.Array]:

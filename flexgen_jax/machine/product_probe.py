@@ -83,15 +83,14 @@ def compiled_product(
 def median_seconds(
     programs: Sequence[jax.stages.Compiled], x: jax.Array, matrices: Sequence[Kept], turns: int
 ) -> list[float]:
-    """Returns the median seconds of each way, which alternate, of multiplying by each matrix in
-    turn; turns: see `time_products`."""
-    samples = []
+    """Returns the median seconds of each way of multiplying by a matrix. The ways alternate, each
+    with all matrices, so that none finds in the cache what another has read; turns: see
+    `time_products`."""
+    samples: list[list[float]] = [[] for _ in programs]
     for turn in range(1 + turns):
-        for matrix in matrices:
-            row = []
-            for way in programs:
+        for way, own in zip(programs, samples, strict=True):
+            for matrix in matrices:
                 started = time.perf_counter()
                 jax.block_until_ready(way(x, matrix))
-                row.append(time.perf_counter() - started)
-            samples += [row] if turn else []
-    return [float(seconds) for seconds in np.median(samples, axis=0)]
+                own += [time.perf_counter() - started] if turn else []
+    return [float(np.median(own)) for own in samples]

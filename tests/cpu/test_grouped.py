@@ -13,7 +13,7 @@ import pytest
 
 from flexgen_jax.cpu import matmul
 from flexgen_jax.cpu.backend import CpuKernels
-from flexgen_jax.cpu.grouped import grouping_of
+from flexgen_jax.cpu.grouped import Rounding, grouping_of
 from flexgen_jax.layers.quantization import QuantizedArray, assemble, dequantize
 from flexgen_jax.models.formats.decoding import decoded, leaves_in_lanes
 from flexgen_jax.models.formats.format import Factor, Format, affine, centered
@@ -107,20 +107,20 @@ def test_rows_are_rounded_step_by_step(
 @pytest.mark.few(2)
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
-    ("name", "rows"),
+    ("name", "rows", "rounding"),
     covering(
         [name for name in ROUNDED if (FORMATS[name].bits, FORMATS[name].levels) == (4, "integers")],
         [33, 64, 301],
+        ["pairs", "fours"],
     ),
 )
-def test_many_rows_are_rounded_where_vectors_are_short(
-    monkeypatch: pytest.MonkeyPatch, name: str, rows: int
+def test_many_rows_are_rounded(
+    monkeypatch: pytest.MonkeyPatch, name: str, rows: int, rounding: str
 ) -> None:
     """Columns are laid side by side in several blocks, the last of which is short."""
-    need("fma")
-    assert_product_of_rounded_rows(
-        monkeypatch, random_kernel((160, 1280), FORMATS[name]), rows, "tiles"
-    )
+    need("avx512" if rounding == "fours" else "fma")
+    kernel = random_kernel((160, 1280), FORMATS[name])
+    assert_product_of_rounded_rows(monkeypatch, kernel, rows, rounding)
 
 
 def assert_product_of_rounded_rows(
@@ -128,7 +128,7 @@ def assert_product_of_rounded_rows(
 ) -> None:
     """A product of rows that are rounded in this way is the formula's, one of zeros included."""
     monkeypatch.setattr(matmul, "tile_unit", lambda kind="bf16": "fma")
-    monkeypatch.setattr(matmul, "_rounding_for", lambda kernel: rounding)
+    monkeypatch.setattr(matmul, "_rounding", lambda: rounding)
     columns, depth = kernel.shape
     x = numbers(rows, depth).at[0, 32:64].set(0)
     bias = jnp.asarray(numbers(columns, seed=1), jnp.float32)
@@ -143,13 +143,14 @@ def assert_product_of_rounded_rows(
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(("rounding", "rows"), [("fours", 3), ("pairs", 3), ("tiles", 40)])
+@pytest.mark.parametrize("rounding", ["fours", "pairs"])
+@pytest.mark.parametrize("rows", [3, 40])
 def test_a_rounded_row_that_is_not_finite_is_seen(
     monkeypatch: pytest.MonkeyPatch, rounding: str, rows: int
 ) -> None:
     need("avx512" if rounding == "fours" else "fma")
     monkeypatch.setattr(matmul, "tile_unit", lambda kind="bf16": "fma")
-    monkeypatch.setattr(matmul, "_rounding_for", lambda kernel: rounding)
+    monkeypatch.setattr(matmul, "_rounding", lambda: rounding)
     kernel = random_kernel((512, 1024), FORMATS["own"])
     x = numbers(rows, 1024).at[1, 40].set(jnp.nan).at[2, 40].set(jnp.inf)
     product = np.asarray(jax.jit(partial(CPU.matmul, bits=8))(x, kernel, None), np.float32)
@@ -233,19 +234,17 @@ def test_products_with_lanes_are_the_formula(name: str, rows: int, shape: tuple[
 
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("rounding", ["fours", "pairs", "tiles"])
+@pytest.mark.parametrize("rounding", ["fours", "pairs"])
 @pytest.mark.parametrize(("name", "rows"), covering(IN_LANES, [1, 2, 5, 33, 70]))
 def test_rows_are_rounded_lane_by_lane(
-    monkeypatch: pytest.MonkeyPatch, name: str, rows: int, rounding: str
+    monkeypatch: pytest.MonkeyPatch, name: str, rows: int, rounding: Rounding
 ) -> None:
     need("avx512" if rounding == "fours" else "fma")
     kernel = with_lanes(random_kernel((96, 1280), FORMATS[name]))
     grouping = grouping_of(kernel.storage)
     assert grouping is not None
-    if rounding == "tiles" and (grouping.bits, grouping.unit) != (4, 32):
-        pytest.skip("there are no such tiles")
     monkeypatch.setattr(matmul, "tile_unit", lambda kind="bf16": "fma")
-    monkeypatch.setattr(matmul, "_rounding_for", lambda kernel: rounding)
+    monkeypatch.setattr(matmul, "_rounding", lambda: rounding)
     x = numbers(rows, 1280)
     found = np.asarray(anew(matmul.matmul_int8)(x, kernel, None), np.float64)
     weights = wide(kernel)
@@ -253,7 +252,7 @@ def test_rows_are_rounded_lane_by_lane(
         order = np.asarray(kernel.leaf("order"))
         x, weights = x[:, order], weights[:, order]
     right = rounded(x, grouping.unit) @ weights.T
-    is_unpacked = rounding != "tiles" and rows > 64
+    is_unpacked = rows > 64 and not grouping.has_integer_tiles(rounding)
     expected = np.asarray(x, np.float64) @ weights.T if is_unpacked else right
     # Weights in tiles are rounded to bfloat16.
     room = (2**-6 if is_unpacked else 2**-8) * np.abs(right).std()

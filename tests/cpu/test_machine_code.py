@@ -92,10 +92,10 @@ CASES = [
     ),
     (ZEN4, product(4, "avx512"), {"vdpbf16ps", "vpermw"}),
     (ZEN4, lambda: product_handlers.int8_handler.__wrapped__("it", 16, "avx512"), {"vpdpbusd"}),
-    (ZEN4, grouped("avx512", ""), {"vdpbf16ps", "vpermw"}),
-    (ZEN4, grouped("fma", "fours"), {"vpdpbusd"}),
+    (ZEN4, grouped("avx512", ""), {"vdpbf16ps", "vpdpbusd"}),
+    (ZEN4, grouped("avx512", "fours"), {"vpdpbusd", "zmm"}),
     (SKYLAKE, product(16, "fma"), {"vfmadd", "zmm"}),
-    (HASWELL, grouped("fma", "tiles"), {"vpmaddubsw", "vpmaddwd", "vfmadd"}),
+    (HASWELL, grouped("fma", "pairs"), {"vpmaddubsw", "vpmaddwd", "vfmadd"}),
     (HASWELL, product(8, "avx2"), {"vpmaddubsw"}),
     (NEOVERSE, grouped("fma", ""), {"fmla"}),
     (

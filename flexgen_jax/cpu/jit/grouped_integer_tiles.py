@@ -1,10 +1,11 @@
-"""Products of many rows, rounded to 8-bit integers, with kernel weights of 4 bits that are grouped
-along their input, for vectors of 256 bits.
+"""Products of many rows, rounded to 8-bit integers, with kernel weights whose codes are integers of
+4 or 8 bits that are grouped along their input.
 
 Rows are rounded as in `grouped_integers`. The codes of 16 columns are laid side by side, four
-elements of a column in a word, so that a vector has 8 columns: products of one step of 32 elements
-are added up in 16 bits, widened once, and multiplied with the scales of 8 columns at a time. With
-elements a0 .. a31 of column a, and so on, a step is
+elements of a column in a word, so that a vector has 16 columns, or 8. Products of one step of 32
+elements are added up in 32 bits where the processor adds up four of them, else in 16 bits, which
+are widened once. Then they are multiplied with the scales of these columns. With elements a0 .. a31
+of column a, and so on, a step is
 
     a0 a1 a2 a3 b0 b1 b2 b3 ... h3 | i0 .. p3      16 columns, elements 0 to 3
     a4 a5 a6 a7 b4 b5 b6 b7 ... h7 | i4 .. p7      elements 4 to 7, and six more such lines
@@ -14,17 +15,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flexgen_jax.cpu.jit.emit import F32, I8, I32, Array, Value
+from flexgen_jax.cpu.jit.emit import F32, I8, I16, I32, Array, Value
 from flexgen_jax.cpu.jit.grouped_integers import round_steps
 from flexgen_jax.cpu.jit.grouped_rows import GroupedWeights
-from flexgen_jax.cpu.jit.instructions import LANES, add_pairs, add_products_of_bytes
+from flexgen_jax.cpu.jit.instructions import LANES, add_pairs, add_products_of_bytes, dot_bytes
 from flexgen_jax.cpu.jit.lane_multipliers import for_each_block
-from flexgen_jax.cpu.jit.operands import PAIR, STEP, Operands
+from flexgen_jax.cpu.jit.operands import PAIR, STEP, Operands, Sides
 from flexgen_jax.cpu.jit.tiles import give_rows
 from flexgen_jax.cpu.jit.vectors import padded, transposed
 
-MANY = 2
-"""Rows that are multiplied at a time."""
+WIDE_SIDES, SHORT_SIDES = (16, 8), (8, 2)
+"""Columns of a vector, and rows that are multiplied at a time: with vectors of 512 bits, and of
+256."""
 
 ROWS = 256
 """Rows for which codes are laid side by side once."""
@@ -38,9 +40,6 @@ WORD = 4
 HALVES = 2
 LINE = STEP // WORD * LANES
 """Words of a step of one plane."""
-
-HALF = 8
-"""Columns of a vector."""
 
 LOW = 0x0F0F0F0F
 
@@ -67,12 +66,21 @@ class Work:
     totals: Array
     """fp32, as `give_rows` takes them."""
     pitch: Value
+    by_fours: bool
+    """Whether the processor adds up products of four bytes."""
+
+    @property
+    def sides(self) -> Sides:
+        """Columns of a vector, and rows that are multiplied at a time."""
+        has_wide_vectors = self.pitch.k.processor.has_wide_vectors
+        return WIDE_SIDES if self.by_fours and has_wide_vectors else SHORT_SIDES
 
 
 def emit_grouped_integer_tiles(
-    operands: Operands, weights: GroupedWeights, limits: tuple[Value, Value]
+    operands: Operands, weights: GroupedWeights, by_fours: bool, limits: tuple[Value, Value]
 ) -> None:
-    """Computes any number of rows for a range of columns."""
+    """Computes any number of rows for a range of columns. by_fours: the processor adds up products
+    of four bytes."""
     k, of = operands.k, operands
     height, factors, pitch = of.count.round_up(PAIR).minimum(ROWS), weights.pitch, of.depth + APART
     with k.workspace(
@@ -81,7 +89,8 @@ def emit_grouped_integer_tiles(
         *((F32, factors * PAIR),) * 2,
         *((I32, BLOCK_STEPS * HALVES * LINE), (F32, height * PAIR)),
     ) as (left, units, sums, scale, offset, scales, offsets, laid, totals):
-        work = Work(left, units, sums, (scale, offset), (scales, offsets), laid, totals, pitch)
+        arrays = left, units, sums, (scale, offset), (scales, offsets), laid, totals
+        work = Work(*arrays, pitch, by_fours)
         with k.loop(of.count, step=height) as top:
             some = (of.count - top).minimum(height)
             for array, size in ((left, pitch), (units, factors), (sums, factors)):
@@ -106,6 +115,8 @@ def _multiply(weights: GroupedWeights, work: Work, first: Value, count: Value) -
     """Multiplies `count` rows by `PAIR` columns."""
     k, codes, pitch, planes = first.k, weights.codes, weights.pitch, len(weights.codes.planes)
     steps, block_steps = codes.plane // STEP, BLOCK_STEPS * HALVES // planes
+    step_bytes = STEP * planes * codes.bits // 8
+    row_bytes = steps * step_bytes
     with k.loop(PAIR) as column:
         weights.factors.take(first + column, *work.factor)
         with k.loop(steps * planes) as step:
@@ -113,13 +124,13 @@ def _multiply(weights: GroupedWeights, work: Work, first: Value, count: Value) -
                 target.store(step * PAIR + column, source.load(step))
     work.totals.fill(count.round_up(PAIR) * PAIR)
     with k.loop(PAIR, step=LANES) as side, k.loop(steps, step=block_steps) as block:
-        taken, column_bytes = (steps - block).minimum(block_steps), codes.plane * planes // HALVES
-        lines = codes.arrays[0].at((first + side) * column_bytes + block * STEP * planes // HALVES)
+        taken = (steps - block).minimum(block_steps)
+        lines = codes.arrays[0].at((first + side) * row_bytes + block * step_bytes)
         if codes.in_lanes:
-            _lay_lanes(lines, column_bytes, (taken, weights.has_half_block), work.laid)
+            _lay_lanes(lines, row_bytes, weights, taken, work.laid)
         else:
-            _lay(lines, column_bytes, taken, work.laid)
-        with k.loop(count, step=MANY) as row:
+            _lay(lines, row_bytes, taken, work.laid)
+        with k.loop(count, step=work.sides[1]) as row:
             to = row // PAIR * (PAIR * PAIR) + row % PAIR // LANES * (PAIR * LANES)
             to = to + side * LANES + row % LANES * LANES
             rows = row, pitch
@@ -138,22 +149,24 @@ def _lay(codes: Array, pitch: Value, steps: Value, laid: Array) -> None:
                 laid.store(to, shifted.lane(word))
 
 
-def _lay_lanes(codes: Array, pitch: Value, some: tuple[Value, bool], laid: Array) -> None:
-    """Does what `_lay` does for codes in lanes, whose blocks are transposed. some: the steps, and
-    whether rows end with half a block."""
-    (steps, has_half_block), k = some, pitch.k
+def _lay_lanes(
+    lines: Array, pitch: Value, weights: GroupedWeights, steps: Value, laid: Array
+) -> None:
+    """Does what `_lay` does for codes in lanes, whose blocks are transposed."""
+    k, bits = pitch.k, weights.codes.bits
+    halves = 8 // bits
 
     def lay(first: Value, lanes: int) -> None:
-        with k.loop(STEP // WORD // HALVES) as line:
-            at = first * (STEP // HALVES) + line * (lanes * WORD)
-            words = [codes.at(pitch * n + at).of(I32).load(0, lanes) for n in range(LANES)]
-            for half in range(HALVES):
-                columns = [padded(own >> 4 * half & LOW) for own in words]
-                for lane, turned in enumerate(transposed(columns)[:lanes]):
-                    to = (first + lane) * LINE + (line * HALVES + half) * LANES
+        with k.loop(STEP // WORD // halves) as line:
+            at = first * (STEP // halves) + line * (lanes * WORD)
+            words = [lines.at(pitch * n + at).of(I32).load(0, lanes) for n in range(LANES)]
+            for half in range(halves):
+                parts = [own >> 4 * half & LOW for own in words] if bits == 4 else words
+                for lane, turned in enumerate(transposed([padded(own) for own in parts])[:lanes]):
+                    to = (first + lane) * LINE + (line * halves + half) * LANES
                     laid.store(to, turned)
 
-    for_each_block((k.index(0), steps), 1, has_half_block, lay)
+    for_each_block((k.index(0), steps), 1, weights.has_half_block, lay)
 
 
 def _add_dots(
@@ -164,46 +177,50 @@ def _add_dots(
     steps: tuple[Value, Value],
     totals: Array,
 ) -> None:
-    """Adds the products of `MANY` rows with 16 columns to totals, fp32 [row][16].
+    """Adds the products of some rows with 16 columns to totals, fp32 [row][16].
 
     planes: of codes; rows: the first one, and factors of a row; place: the first column among
     `PAIR`, and the first step of the laid codes in a plane; steps: those that are laid, and those
     of a plane.
     """
     (row, pitch), (side, top), (taken, plane_steps), k = rows, place, steps, totals.k
-    sides = [(line, half) for line in range(MANY) for half in range(LANES // HALF)]
-    sums = [k.variable(totals.load(line * LANES + half * HALF, HALF)) for line, half in sides]
+    wide, many = work.sides
+    every = [(line, part) for line in range(many) for part in range(0, LANES, wide)]
+    sums = [k.variable(totals.load(line * LANES + part, wide)) for line, part in every]
     with k.loop(taken) as step:
         for plane in range(planes):
             number = plane_steps * plane + top + step
-            shorts = _products(work, row, number, step * (planes * LINE) + plane * LINE)
-            for own, (line, half) in enumerate(sides):
-                at = number * PAIR + side + half * HALF
-                scale, offset = (array.load(at, HALF) for array in work.factors)
+            dots = _products(work, row, number, step * (planes * LINE) + plane * LINE)
+            for own, (line, part) in enumerate(every):
+                at = number * PAIR + side + part
+                scale, offset = (array.load(at, wide) for array in work.factors)
                 index = (row + line) * pitch + number
-                dot = add_pairs(shorts[line, half]).to(F32)
+                dot = dots[line, part].to(F32)
                 total = k.fma(offset, work.sums.load(index), sums[own].get())
                 sums[own].set(k.fma(dot, scale * work.units.load(index), total))
-    for own, (line, half) in enumerate(sides):
-        totals.store(line * LANES + half * HALF, sums[own].get())
+    for own, (line, part) in enumerate(every):
+        totals.store(line * LANES + part, sums[own].get())
 
 
 def _products(
     work: Work, row: Value, number: Value, line_of: Value
 ) -> dict[tuple[int, int], Value]:
-    """Returns the products of a step, two elements of a column added up in each lane, by row and
-    half of the columns. No sum leaves 16 bits: 16 products are of 15 and 127 at most."""
-    totals: dict[tuple[int, int], Value] = {}
+    """Returns the products of a step, int32, by row and first column. Added up in pairs, no sum
+    leaves 16 bits: 16 products are of 15 and 127 at most."""
+    wide, many = work.sides
+    zero = row.k.filled(I32, wide) if work.by_fours else row.k.filled(I16, 2 * wide)
+    totals = {(line, part): zero for line in range(many) for part in range(0, LANES, wide)}
     for word in range(STEP // WORD):
-        columns = [
-            work.laid.load(line_of + word * LANES + half * HALF, HALF).bits(I8)
-            for half in range(LANES // HALF)
-        ]
-        for line in range(MANY):
-            place = work.left.at((row + line) * work.pitch + number * STEP + word * WORD)
-            x = place.of(I32).load(0).spread(HALF).bits(I8)
-            for half, column in enumerate(columns):
-                dot = add_products_of_bytes(column, x)
-                before = totals.get((line, half))
-                totals[line, half] = dot if before is None else before + dot
-    return totals
+        for part in range(0, LANES, wide):
+            codes = work.laid.load(line_of + word * LANES + part, wide).bits(I8)
+            for line in range(many):
+                place = work.left.at((row + line) * work.pitch + number * STEP + word * WORD)
+                x = place.of(I32).load(0).spread(wide).bits(I8)
+                before = totals[line, part]
+                if work.by_fours:
+                    totals[line, part] = dot_bytes(before, codes, x)
+                else:
+                    totals[line, part] = before + add_products_of_bytes(codes, x)
+    if work.by_fours:
+        return totals
+    return {place: add_pairs(shorts) for place, shorts in totals.items()}

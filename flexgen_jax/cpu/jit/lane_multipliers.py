@@ -1,9 +1,8 @@
 """How codes in lanes are multiplied by rows, see `lane_rows`.
 
-Rows are laid out as codes are, [block][line][lane][elements of a line]. They are pairs of bfloat16
-where the processor has their dot products. Else they are rounded lane by lane to x = unit * (256
-high + low): two 8-bit digits, which are as exact as bfloat16, or to one (LLM.int8(), section 3.1).
-Sums of integers are exact, so a row's result depends on no other row.
+Rows are laid out as codes are, [block][line][lane][elements of a line]. They are rounded lane by
+lane to x = unit * (256 high + low): two 8-bit digits, which are as exact as bfloat16, or to one
+(LLM.int8(), section 3.1). Sums of integers are exact, so a row's result depends on no other row.
 """
 
 from __future__ import annotations
@@ -11,16 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from flexgen_jax.cpu.jit.emit import F32, I8, I16, I32, Array, Scalar, Value
 from flexgen_jax.cpu.jit.instructions import (
     LANES,
     add_pairs,
     add_products_of_bytes,
     dot_bytes,
-    dot_pairs,
-    lookup_words,
 )
 from flexgen_jax.cpu.jit.vectors import from_bfloat16, rounded_in_units
 from flexgen_jax.cpu.processor import Processor
@@ -186,65 +181,6 @@ class Digits(Multiplier):
         return whole.to(F32)
 
 
-class Pairs(Multiplier):
-    """Dot products of bfloat16 pairs; halves of bytes choose from tables."""
-
-    scalar = I16
-    has_units = False
-
-    def lay(self, elements: Value, place: Place, apart: Value) -> tuple[Value, Value]:
-        wide = from_bfloat16(elements)
-        total = wide.lane(0)
-        for element in range(1, elements.lanes):
-            total = total + wide.lane(element)
-        to = place.left.at(place.lane * 2)
-        for number, pair in enumerate(self._pairs(elements.lanes)):
-            for side, element in enumerate(pair):
-                to.store(number * place.lanes * 2 + side, elements.lane(element))
-        return elements.k.number(F32, 1.0), total
-
-    def _pairs(self, unit: int) -> list[tuple[int, int]]:
-        """Returns the elements that are multiplied together, in the order of their products: codes
-        that begin at the same bit of the two halves of a word."""
-        places = range(4) if self.bits == 4 else range(2)
-        pairs = []
-        for line in range(unit * self.bits // 8 // WORD):
-            for place in places:
-                if self.bits == 4:
-                    first = 8 * line + 4 * (place % 2) + place // 2
-                else:
-                    first = 4 * line + place
-                pairs.append((first, first + 2))
-        return pairs
-
-    def products(self, lines: Sequence[Lines], lefts: Sequence[Array], of: BlockOfRows) -> Products:
-        k, lanes = of.apart.k, lines[0].lanes
-        chains = 2 if len(lefts) == 1 else 1
-        zero = k.filled(F32, lanes)
-        sums = [[[zero] * chains for _ in lines] for _ in lefts]
-        nibbles, each = range(4), 4 if self.bits == 4 else 2
-        for line in range(of.unit * self.bits // 8 // WORD):
-            words = [own.load(line).bits(I16) for own in lines]
-            for nibble in nibbles:
-                table = self._table(nibble)
-                levels = [lookup_words(k, table, own >> 4 * nibble).bits(I32) for own in words]
-                number = line * each + (nibble if self.bits == 4 else nibble // 2)
-                for row, left in enumerate(lefts):
-                    x = left.load(number * of.lanes * 2, 2 * lanes).bits(I32)
-                    for column, level in enumerate(levels):
-                        totals = sums[row][column]
-                        chain = nibble % chains
-                        totals[chain] = dot_pairs(totals[chain], level, x)
-        return [[sum(own[1:], own[0]) for own in of_row] for of_row in sums]
-
-    def _table(self, nibble: int) -> list[int]:
-        """Returns bfloat16 numbers of 4 bits, as bits: those of the upper half of 8-bit codes are
-        16 times as large."""
-        scale = 16 if self.bits == 8 and nibble % 2 else 1
-        numbers = np.arange(16, dtype=np.float32) * scale
-        return [int(x) >> 16 for x in numbers.view(np.uint32)] * 2
-
-
 class Floats(Multiplier):
     """Products of fp32: for more than two rows and codes of 8 bits these take less time than bytes
     where there are no sums of four products."""
@@ -286,11 +222,8 @@ def code_at(words: Value, element: Value, bits: int) -> Value:
     return words >> shift.spread(words.lanes) & (1 << bits) - 1
 
 
-def multiplier_of(bits: int, unit: str, processor: Processor, how: tuple[int, int]) -> Multiplier:
-    """Returns how a unit multiplies codes. how: digits of rows that are rounded, and rows that are
-    multiplied at a time."""
-    digits, many = how
-    if digits == 2 and unit in ("avx512", "amx") and processor.multiplies_pairs:
-        return Pairs(bits)
+def multiplier_of(bits: int, digits: int, many: int, processor: Processor) -> Multiplier:
+    """Returns how codes are multiplied. digits: of the rows; many: rows that are multiplied at a
+    time."""
     by = Digits(bits, digits, processor)
     return Floats(bits) if by.takes_halves and many > 2 and digits == 2 else by

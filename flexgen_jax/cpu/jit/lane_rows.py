@@ -80,25 +80,24 @@ def max_lane_rows(bits: int, processor: Processor) -> int:
 def emit_lane_rows(
     operands: Operands,
     weights: GroupedWeights,
-    unit: str,
     digits: int,
     limits: tuple[Value, Value],
 ) -> None:
-    """Computes few rows for a range of columns. digits: of rows that are rounded: 1, or 2 where
-    there is no better way to multiply bfloat16."""
-    emit = partial(_emit_product, operands, weights, (unit, digits), limits)
+    """Computes few rows for a range of columns. digits: into how many rows are rounded, see
+    `lane_multipliers`."""
+    emit = partial(_emit_product, operands, weights, digits, limits)
     for_each_number_of_rows(operands, WIDE_SIDES, SHORT_SIDES, emit)
 
 
 def _emit_product(
     of: Operands,
     weights: GroupedWeights,
-    how: tuple[str, int],
+    digits: int,
     limits: tuple[Value, Value],
     sides: Sides,
 ) -> None:
-    k, (wide, many), pitch, (unit, digits) = of.k, sides, weights.pitch, how
-    by = multiplier_of(weights.codes.bits, unit, k.processor, (digits, many))
+    k, (wide, many), pitch = of.k, sides, weights.pitch
+    by = multiplier_of(weights.codes.bits, digits, many, k.processor)
     num_rows = of.turns(many) * many
     with k.workspace(
         *((by.scalar, num_rows * of.depth * by.digits), (F32, num_rows * pitch)),
@@ -213,7 +212,7 @@ class LaneProduct:
                     ahead = at + (AHEAD + line * lanes * WORD)
                     codes.arrays[0].prefetch(ahead, SECOND_CACHE)
             lines.append(Lines(codes.arrays[0].at(at + begin * WORD), some, lanes * WORD))
-        width = {1: WORD, 2: 2, 4: 1}[ITEM_BYTES[str(self.by.scalar)]]
+        width = WORD // ITEM_BYTES[str(self.by.scalar)]
         lefts = [
             rows.left.at((row + line) * rows.depth + first + begin * width) for line in range(many)
         ]

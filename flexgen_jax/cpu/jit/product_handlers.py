@@ -124,16 +124,16 @@ def _emit_grouped(
     limits, count = call.limits(operands.columns, PAIR), operands.count
     plain = _grouped_weights(of, call, operands.depth)
     if of.in_lanes:
-        _emit_lanes(operands, plain, unit, rounding, limits)
+        _emit_lanes(of, operands, plain, (unit, rounding), limits)
         return
     if rounding:
-        rounded = _weights_for_integers(of, call, operands.depth, rounding == "fours")
-        has_tiles = rounding == "tiles"
+        by_fours, has_tiles = rounding == "fours", of.has_integer_tiles(rounding)
+        rounded = _weights_for_integers(of, call, operands.depth, by_fours)
         with k.when(count <= (FEW_OF_TILES if has_tiles else MOST)):
-            emit_grouped_integers(operands, rounded, rounding == "fours", limits)
+            emit_grouped_integers(operands, rounded, by_fours, limits)
             k.give(k.index(1))
         if has_tiles:
-            emit_grouped_integer_tiles(operands, rounded, limits)
+            emit_grouped_integer_tiles(operands, rounded, by_fours, limits)
             return
     else:
         folded = min(max_folded_rows(unit, k.processor), MOST_GROUPED)
@@ -145,21 +145,21 @@ def _emit_grouped(
 
 
 def _emit_lanes(
+    of: Grouping,
     operands: Operands,
     weights: GroupedWeights,
-    unit: str,
-    rounding: Rounding,
+    how: tuple[str, Rounding],
     limits: tuple[Value, Value],
 ) -> None:
-    k = operands.k
-    has_tiles = rounding == "tiles"
+    (unit, rounding), k = how, operands.k
+    has_tiles = of.has_integer_tiles(rounding)
     few = max_lane_rows(weights.codes.bits, k.processor)
     few = FEW_OF_TILES if has_tiles else MOST if rounding else few
     with k.when(operands.count <= few):
-        emit_lane_rows(operands, weights, unit, 1 if rounding else 2, limits)
+        emit_lane_rows(operands, weights, 1 if rounding else 2, limits)
         k.give(k.index(1))
     if has_tiles:
-        emit_grouped_integer_tiles(operands, weights, limits)
+        emit_grouped_integer_tiles(operands, weights, rounding == "fours", limits)
         return
     _emit_unpacked(operands, weights, LaneColumns, unit, limits)
 
