@@ -100,6 +100,8 @@ class GatedDeltaNet(nn.Module):
             is_known = is_real & (jnp.arange(tokens) < num_known)[:, None]
             inputs = (joined, jnp.where(is_known, fade, 0), inputs[2], is_known)
             _, after = self._in_chunks(inputs, matrices, tokens)
+        out = out.reshape(batch, tokens, spec.key_heads, spec.group, spec.value_size)
+        out = out.swapaxes(2, 3) if spec.are_tiled else out
         heads = self.norm(out.reshape(batch, tokens, -1, spec.value_size).astype(self.dtype))
         gate = jax.nn.silu(self.z(x).astype(jnp.float32)).reshape(heads.shape)
         result = (heads * gate).astype(self.dtype).reshape(batch, tokens, -1)
@@ -120,14 +122,23 @@ class GatedDeltaNet(nn.Module):
             total = total + joined[:, n : n + tokens].astype(jnp.float32) * weights[:, 0, n]
         mixed = jnp.where(is_real, jax.nn.silu(total.astype(self.dtype)), 0)
         query, key, value = jnp.split(mixed, [spec.keys, 2 * spec.keys], axis=-1)
-        grouped = (batch, tokens, spec.key_heads, spec.group)
+        heads = (batch, tokens, spec.key_heads)
         return delta_rule.Sides(
-            _unit(query.reshape(*grouped[:3], spec.key_size)) * spec.key_size**-0.5,
-            _unit(key.reshape(*grouped[:3], spec.key_size)),
-            value.reshape(*grouped, spec.value_size).astype(jnp.float32),
-            fade.reshape(grouped),
-            write.reshape(grouped).astype(jnp.float32),
+            _unit(query.reshape(*heads, spec.key_size)) * spec.key_size**-0.5,
+            _unit(key.reshape(*heads, spec.key_size)),
+            self._by_key_head(value, spec.value_size).astype(jnp.float32),
+            self._by_key_head(fade),
+            self._by_key_head(write).astype(jnp.float32),
         )
+
+    def _by_key_head(self, of_value_heads: jax.Array, *size: int) -> jax.Array:
+        """Returns [batch, token, key head, group, ...] of [batch, token, value heads]; size: of a
+        head."""
+        (batch, tokens, _), spec = of_value_heads.shape, self.spec
+        if not spec.are_tiled:
+            return of_value_heads.reshape(batch, tokens, spec.key_heads, spec.group, *size)
+        tiled = of_value_heads.reshape(batch, tokens, spec.group, spec.key_heads, *size)
+        return tiled.swapaxes(2, 3)
 
     def _in_chunks(
         self, inputs: tuple[jax.Array, ...], state: jax.Array, tokens: int

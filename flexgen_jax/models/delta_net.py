@@ -19,7 +19,8 @@ class DeltaNetSpec:
     removes the value stored at its key, and adds its own value there. Value heads share heads of
     queries and keys, consecutive ones form a group. Before that, each element of queries, keys and
     values is a weighted sum of its last `width` tokens. The result is normalised and multiplied
-    with a gate.
+    with a gate. are_tiled: consecutive value heads have consecutive heads of queries and keys, over
+    and over, as in GGUF files; else consecutive ones share one.
     """
 
     key_heads: int
@@ -27,6 +28,7 @@ class DeltaNetSpec:
     key_size: int
     value_size: int
     width: int = 4
+    are_tiled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("key_heads", "value_heads", "key_size", "value_size"):

@@ -90,10 +90,19 @@ def of_pieces(
         known_pairs.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
         merges += [(float(scores[vocabulary[token]]), pair) for pair in known_pairs]
     merges.sort(key=lambda merge: -merge[0])
+    return of_merged_pieces(tokens, types, [pair for _, pair in merges], begins)
+
+
+def of_merged_pieces(
+    tokens: Sequence[str], types: Sequence[int], merges: Sequence[Sequence[str]], begins: bool
+) -> dict[str, Any]:
+    """Returns the parts for a vocabulary of characters, and of bytes for all others; see
+    `of_pieces`."""
+    vocabulary = {token: number for number, token in enumerate(tokens)}
     unknown = [
         token for token, token_type in zip(tokens, types, strict=True) if token_type == UNKNOWN
     ]
-    model = _bpe(vocabulary, [pair for _, pair in merges], unknown[0] if unknown else None)
+    model = _bpe(vocabulary, merges, unknown[0] if unknown else None)
     return {**_with_blanks(begins), "model": {**model, "fuse_unk": True, "byte_fallback": True}}
 
 

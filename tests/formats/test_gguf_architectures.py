@@ -3,6 +3,7 @@ llama.cpp's rules, give the logits of transformers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import gguf
 from flexgen_jax import LLM
 from flexgen_jax.models.folder import CheckpointError
 from flexgen_jax.models.gguf.architectures import ARCHITECTURES
-from tests.helpers.families import BASE, EXPERTS, GLM, LONG, Reference, rope
+from tests.helpers.families import BASE, EXPERTS, GLM, LONG, MISTRAL4_ROPE, Reference, rope
 from tests.helpers.models import prompts
 
 Keys = Mapping[str, Any]
@@ -30,6 +31,36 @@ YARN_KEYS = {
     "rope.scaling.type": "yarn",
     "rope.scaling.factor": 4.0,
     "rope.scaling.original_context_length": 24,
+}
+
+STATE_KEYS = {
+    "rope.dimension_count": 4,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 8,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 48,
+}
+HEADS = {"num_key_value_heads": 4}
+LATENT_KEYS = {
+    "attention.head_count_kv": 1,
+    "attention.q_lora_rank": 20,
+    "attention.kv_lora_rank": 16,
+    "attention.key_length": 24,
+    "attention.value_length": 16,
+    "attention.key_length_mla": 18,
+    "attention.value_length_mla": 12,
+    "rope.dimension_count": 8,
+    "expert_shared_count": 2,
+    "expert_weights_scale": 2.5,
+    "expert_weights_norm": True,
+    "leading_dense_block_count": 1,
+}
+INDEXED_KEYS = LATENT_KEYS | {
+    "attention.indexer.head_count": 2,
+    "attention.indexer.key_length": 16,
+    "attention.indexer.top_k": 96,
+    "expert_shared_count": 1,
 }
 
 CASES: dict[str, tuple[str, dict[str, Any], Keys]] = {
@@ -126,6 +157,76 @@ CASES: dict[str, tuple[str, dict[str, Any], Keys]] = {
             "ssm.inner_size": 48,
         },
     ),
+    "qwen35": (
+        "qwen3_5",
+        {"num_hidden_layers": 3},
+        {"attention.recurrent_layers": [True, False, True], **STATE_KEYS},
+    ),
+    "qwen35moe": (
+        "qwen3_5_moe",
+        {"num_hidden_layers": 4, "layer_types": [*["linear_attention"] * 3, "full_attention"]},
+        {
+            "expert_shared_feed_forward_length": 16,
+            "full_attention_interval": 4,
+            "nextn_predict_layers": 0,
+            **STATE_KEYS,
+        },
+    ),
+    "qwen3vl": ("qwen3_vl", {}, {"n_deepstack_layers": 1, "rope.dimension_sections": [4, 2, 2, 0]}),
+    "qwen3vlmoe": ("qwen3_vl_moe", {}, {}),
+    "gemma4": (
+        "gemma4",
+        {},
+        {
+            "attention.sliding_window": 6,
+            "attention.sliding_window_pattern": [True, True, False],
+            "attention.key_length": 24,
+            "attention.value_length": 24,
+            "attention.key_length_swa": 16,
+            "attention.value_length_swa": 16,
+            "attention.head_count_kv": [2, 2, 1],
+            "attention.shared_kv_layers": 0,
+            "embedding_length_per_layer_input": 0,
+            "rope.dimension_count": 24,
+            "rope.dimension_count_swa": 16,
+            "rope.freq_base": 1e6,
+            "rope.freq_base_swa": 1e4,
+        },
+    ),
+    "hy_v3": (
+        "hy_v3",
+        {},
+        {
+            "expert_shared_feed_forward_length": 16,
+            "expert_weights_scale": 2.826,
+            "expert_weights_norm": True,
+            "expert_gating_func": 2,
+        },
+    ),
+    "mistral3": (
+        "ministral3",
+        {"sliding_window": None, **MISTRAL4_ROPE},
+        {
+            **YARN_KEYS,
+            "rope.scaling.original_context_length": 8,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+            "attention.temperature_scale": 0.1,
+        },
+    ),
+    "deepseek2": (
+        "deepseek_v3",
+        HEADS | {"n_shared_experts": 2, **rope("yarn", mscale=1.0, mscale_all_dim=1.0, **LONG)},
+        {
+            "expert_gating_func": 2,
+            "rope.scaling.yarn_log_multiplier": 0.1,
+            "expert_group_count": 3,
+            "expert_group_used_count": 2,
+            **YARN_KEYS,
+            **LATENT_KEYS,
+        },
+    ),
+    "deepseek32": ("deepseek_v32", HEADS, {**INDEXED_KEYS}),
+    "glm-dsa": ("glm_moe_dsa", HEADS, {**INDEXED_KEYS}),
     "gpt-oss": (
         "gpt_oss",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 7}
@@ -133,6 +234,50 @@ CASES: dict[str, tuple[str, dict[str, Any], Keys]] = {
         {"attention.sliding_window": 7, **YARN_KEYS},
     ),
 }
+
+
+VARIANTS: dict[str, tuple[str, str, dict[str, Any], Keys]] = {
+    "biases": ("llama", "llama", {"attention_bias": True, "mlp_bias": True}, {}),
+    "windows": (
+        "olmo2",
+        "olmo3",
+        {
+            "sliding_window": 5,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 1e5, **LONG},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        {
+            "attention.sliding_window": 5,
+            "attention.sliding_window_pattern": [False, True, True],
+            "rope.freq_base": 1e5,
+            "rope.freq_base_swa": 1e4,
+            **YARN_KEYS,
+        },
+    ),
+    "softmax": (
+        "deepseek2",
+        "deepseek_v2",
+        HEADS
+        | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 3}
+        | {"topk_group": 2, "routed_scaling_factor": 2.0, "first_k_dense_replace": 2}
+        | rope("yarn", mscale=0.7, mscale_all_dim=0.7, **LONG),
+        {
+            **{key: value for key, value in LATENT_KEYS.items() if "q_lora" not in key},
+            "expert_shared_count": 1,
+            "expert_weights_norm": False,
+            "expert_weights_scale": 2.0,
+            "expert_group_count": 3,
+            "expert_group_used_count": 2,
+            "leading_dense_block_count": 2,
+            "rope.scaling.yarn_log_multiplier": 0.07,
+            **YARN_KEYS,
+        },
+    ),
+}
+"""Architectures, families, fields and metadata."""
 
 
 def metadata(config: Any) -> Keys:
@@ -146,7 +291,8 @@ def metadata(config: Any) -> Keys:
         0,
     )
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_k", None)
+    counts = ("num_experts_per_tok", "moe_k", "top_k_experts")
+    chosen = next((getattr(config, name) for name in counts if getattr(config, name, None)), None)
     keys = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -174,8 +320,9 @@ def stored(arch: str, config: Any, state: Mapping[str, Any]) -> Iterator[tuple[s
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     for name, tensor in state.items():
-        array = tensor.float().numpy()
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        array, name = tensor.float().numpy(), name.replace("language_model.", "")
+        is_tied = name == "lm_head.weight" and getattr(config, "tie_word_embeddings", False)
+        if is_tied or re.search(r"visual|vision|indexer|mtp", name):
             continue
         for part, rows in split(arch, name, array):
             if ARCHITECTURES[arch].is_woven and ("q_proj" in part or "k_proj" in part):
@@ -183,19 +330,57 @@ def stored(arch: str, config: Any, state: Mapping[str, Any]) -> Iterator[tuple[s
                 heads = heads if "q_proj" in part else config.num_key_value_heads
                 shape = rows.shape
                 rows = rows.reshape(heads, 2, -1, *shape[1:]).swapaxes(1, 2).reshape(shape)
-            adds_one = arch.startswith("gemma") or arch == "qwen3next"
+            adds_one = ARCHITECTURES[arch].adds_one
             if adds_one and part.endswith("norm.weight") and "linear_attn" not in part:
                 rows = rows + 1
-            theirs = table.get_name(part, try_suffixes=(".weight", ".bias"))
+            theirs = SCALES.get(part.rpartition(".layers.")[2][2:])
+            if theirs is None:
+                theirs = table.get_name(part, try_suffixes=(".weight", ".bias"))
+            else:
+                theirs = f"blk.{part.split('.')[2]}.{theirs}"
             assert theirs is not None, part
-            is_bare = not theirs.endswith((".weight", ".bias"))
+            is_bare = not theirs.endswith((".weight", ".bias", ".scale"))
             end = ".bias" if "exp_probs_b" in theirs else ".weight"
             yield theirs + (end if is_bare and "ssm_a" not in theirs else ""), rows
 
 
+SCALES = {
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "layer_scalar": "layer_output_scale.weight",
+}
+"""Names of tensors that the package does not map."""
+
+
+def tiled(array: np.ndarray, size: int, axis: int = 0) -> np.ndarray:
+    """The four value heads of two key heads, one of each key head after the other."""
+    heads = np.moveaxis(array, axis, 0)
+    heads = heads.reshape(2, 2, size, *heads.shape[1:]).swapaxes(0, 1).reshape(heads.shape)
+    return np.moveaxis(heads, 0, axis)
+
+
+def with_tiled_heads(name: str, array: np.ndarray) -> np.ndarray:
+    """A tensor of Qwen3.5, with 4 value heads of 12, and two key heads of 8."""
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        return np.concatenate([array[:32], tiled(array[32:], 12)])
+    if name.endswith("in_proj_z.weight"):
+        return tiled(array, 12)
+    if name.endswith(("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")):
+        return tiled(array, 1)
+    return tiled(array, 12, axis=1) if name.endswith("linear_attn.out_proj.weight") else array
+
+
 def split(arch: str, name: str, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """The matrices of a tensor, under names that the package knows."""
-    if "experts.gate_up_proj" in name:
+    if arch.startswith("qwen35"):
+        array = with_tiled_heads(name, array)
+    if name.endswith("kv_b_proj.weight"):  # 4 heads with keys of 10 and values of 12
+        keys, values = np.split(array.reshape(4, 22, -1), [10], axis=1)
+        yield name.replace("kv_b", "k_b"), keys.swapaxes(1, 2)
+        yield name.replace("kv_b", "v_b"), values
+    elif arch == "gemma4" and "experts." in name:
+        yield f"{name}.weight", array
+    elif "experts.gate_up_proj" in name:
         before, is_bias = name.partition("gate_up_proj")[0], name.endswith("bias")
         end = ".bias" if is_bias else ".weight"
         if arch == "gpt-oss":
@@ -233,11 +418,15 @@ def split(arch: str, name: str, array: np.ndarray) -> Iterator[tuple[str, np.nda
 
 
 def write(path: Path, arch: str, config: Any, state: Mapping[str, Any], more: Keys) -> None:
+    config = getattr(config, "text_config", config)
+    config.allow_global_per_layer_attribute_access = True
     writer = gguf.GGUFWriter(path, arch)
     for key, value in {**metadata(config), **more}.items():
         add = {bool: writer.add_bool, float: writer.add_float32, str: writer.add_string}
         name = key if key.startswith("split.") else f"{arch}.{key}"
-        add.get(type(value), writer.add_uint32)(name, value)
+        add.get(type(value), writer.add_array if isinstance(value, list) else writer.add_uint32)(
+            name, value
+        )
     names = [f"t{n}" for n in range(config.vocab_size)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
@@ -278,10 +467,12 @@ def test_a_split_file_is_one_model(tmp_path: Path, named: str) -> None:
         LLM(folder / names[0])
 
 
-@pytest.mark.few(5)
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_logits_are_those_of_transformers(tmp_path: Path, arch: str) -> None:
-    family, fields, more = CASES[arch]
+@pytest.mark.few(7)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *VARIANTS])
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    arch, family, fields, more = VARIANTS[name] if name in VARIANTS else (name, *CASES[name])
+    if arch not in gguf.MODEL_ARCH_NAMES.values():
+        pytest.skip(f"this version of gguf does not know {arch}")
     reference = Reference(tmp_path / "reference", family, 0, **{**BASE, **fields})
     path = tmp_path / "model.gguf"
     write(path, arch, reference.model.config, reference.model.state_dict(), more)
@@ -289,3 +480,29 @@ def test_logits_are_those_of_transformers(tmp_path: Path, arch: str) -> None:
         scores = llm.score(prompt_token_ids=prompts())
     for ids, score in zip(prompts(), scores, strict=True):
         np.testing.assert_allclose(score.logprobs, reference.logprobs(ids), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.sliding_window", 8),
+        ("attention.causal", False),
+        ("expert_gating_func", 2),
+        ("rope.scaling.yarn_log_multiplier", 0.1),
+        ("altup.num_inputs", 4),
+        ("attention.head_count_kv", [2, 1, 2]),
+    ],
+)
+def test_metadata_that_changes_the_model_is_refused(tmp_path: Path, key: str, value: Any) -> None:
+    family, fields, more = CASES["qwen3"]
+    reference = Reference(tmp_path / "reference", family, 0, **{**BASE, **fields})
+    path = tmp_path / "model.gguf"
+    write(
+        path,
+        "qwen3",
+        reference.model.config,
+        reference.model.state_dict(),
+        {**more, key: value},
+    )
+    with pytest.raises(CheckpointError, match=rf"qwen3\.{key} is .*, which is not supported"):
+        LLM(path)

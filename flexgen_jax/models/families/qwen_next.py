@@ -67,6 +67,7 @@ def _qwen3_next(raw: Mapping[str, Any]) -> ModelConfig:
         key_size=fields.count("linear_key_head_dim", 128),
         value_size=fields.count("linear_value_head_dim", 128),
         width=fields.count("linear_conv_kernel_dim", 4),
+        are_tiled=bool(raw.get("linear_heads_are_tiled", False)),
     )
     layer_kinds = [config.kinds[kind_index] for kind_index in config.pattern]
     types = _types(raw, len(layer_kinds))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from flexgen_jax.models.folder import CheckpointError
 from flexgen_jax.models.gguf.container import GgufFile
 from flexgen_jax.models.gguf.keys import Keys, rope_of
@@ -47,22 +49,49 @@ class Architecture:
     model_type: str
     # Fields of config.json that differ from the common ones.
     config: Callable[[Keys], dict[str, Any]]
-    # Names of a layer's parts besides `PARTS`.
+    # Names of a layer's parts besides `PARTS`; where the key has an end such as ".scale", without
+    # an end of their own.
     parts: Mapping[str, str] = field(default_factory=dict)
-    # The experts' block, and their matrices.
-    experts: tuple[str, Mapping[str, str]] = ("mlp", {})
+    # What the names of experts begin with, and their matrices.
+    experts: tuple[str, Mapping[str, str]] = ("mlp.", {})
     # Whether the rows of queries and keys that turn together are neighbors.
     is_woven: bool = False
     # Whether norms are stored with 1 added.
     adds_one: bool = False
-    # Metadata of `config.NEUTRAL` that the config does.
-    done: frozenset[str] = frozenset()
+    # Values of metadata that `config` does not read, besides those of `config.NEUTRAL`.
+    expects: Mapping[str, float] = field(default_factory=dict)
+
+
+def layer_count(keys: Keys) -> int:
+    """Returns the number of layers. The last blocks of some models predict further tokens, which
+    inference does without."""
+    return int(keys.need("block_count")) - int(keys.maybe("nextn_predict_layers") or 0)
+
+
+def _types_of(keys: Keys, name: str, every: int, kinds: tuple[str, str]) -> list[str]:
+    """Returns the type of each layer: `kinds[0]` where an array says true, or else in all but one
+    of so many layers. `name`: of the array, or of their number; every: their number if there is
+    neither."""
+    first, other = kinds
+    layers, said = layer_count(keys), keys.maybe(name)
+    if np.ndim(said):
+        return [first if said[layer] else other for layer in range(layers)]
+    every = every if said is None else int(said)
+    return [other if every and layer % every == every - 1 else first for layer in range(layers)]
+
+
+def _windows(keys: Keys, every: int) -> list[str]:
+    """Returns which layers have a window; every `every`th one has none, unless the file says
+    otherwise."""
+    kinds = "sliding_attention", "full_attention"
+    return _types_of(keys, "attention.sliding_window_pattern", every, kinds)
 
 
 def _llama(keys: Keys) -> dict[str, Any]:
     size = keys.maybe("rope.dimension_count")
-    extra_fields = {"head_dim": keys.maybe("attention.key_length") or size, "mlp_bias": False}
-    extra_fields["attention_bias"] = "blk.0.attn_q.bias" in keys.file.tensors
+    extra_fields = {"head_dim": keys.maybe("attention.key_length") or size}
+    extra_fields["mlp_bias"] = keys.has("blk.0.ffn_up.bias")
+    extra_fields["attention_bias"] = keys.has("blk.0.attn_q.bias")
     if not keys.maybe("expert_count"):
         return extra_fields
     return extra_fields | _local_experts(keys) | {"model_type": "mixtral"}
@@ -81,8 +110,8 @@ def _qwen3_moe(keys: Keys) -> dict[str, Any]:
 
 
 def _gemma3(keys: Keys) -> dict[str, Any]:
-    """Five layers in six have a window, and the usual frequencies."""
-    layers, size = keys.need("block_count"), keys.need("attention.key_length")
+    """Layers with a window have frequencies of their own."""
+    layers, size = layer_count(keys), keys.need("attention.key_length")
     heads, hidden = keys.need("attention.head_count"), keys.need("embedding_length")
     rope = rope_of(keys)
     return {
@@ -90,19 +119,23 @@ def _gemma3(keys: Keys) -> dict[str, Any]:
         "sliding_window": keys.need("attention.sliding_window"),
         # The largest model alone scales queries by another number than the size of a head.
         "query_pre_attn_scalar": hidden // heads if layers == 62 else size,
-        "layer_types": [
-            "full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(layers)
-        ],
+        "layer_types": _windows(keys, 6),
         "rope_parameters": {
             "full_attention": rope | {"rope_theta": keys.maybe("rope.freq_base") or 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": _plain_rope(keys, 10000.0),
         },
         "hidden_activation": "gelu_pytorch_tanh",
     }
 
 
+def _plain_rope(keys: Keys, theta: float) -> dict[str, Any]:
+    """Returns the rotary embeddings of layers with a window; theta: unless the file says it."""
+    theta = float(keys.maybe("rope.freq_base_swa") or theta)
+    return {"rope_type": "default", "rope_theta": theta}
+
+
 def _gemma2(keys: Keys) -> dict[str, Any]:
-    layers, size = keys.need("block_count"), keys.need("attention.key_length")
+    layers, size = layer_count(keys), keys.need("attention.key_length")
     heads, hidden = keys.need("attention.head_count"), keys.need("embedding_length")
     return {
         "sliding_window": keys.need("attention.sliding_window"),
@@ -110,9 +143,48 @@ def _gemma2(keys: Keys) -> dict[str, Any]:
         "final_logit_softcapping": keys.maybe("final_logit_softcapping"),
         # The largest model alone scales queries by another number than the size of a head.
         "query_pre_attn_scalar": hidden // heads if layers == 46 else size,
-        "layer_types": [
-            "full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)
-        ],
+        "layer_types": _windows(keys, 2),
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def _gemma4(keys: Keys) -> dict[str, Any]:
+    """Gemma 4: layers without a window have heads of a size of their own."""
+    types, groups = _windows(keys, 0), keys.need("attention.head_count_kv")
+    of_layers = dict(zip(types, groups if np.ndim(groups) else [groups] * len(types), strict=False))
+    full, windowed = types.index("full_attention"), types.index("sliding_attention")
+    size, size_swa = keys.need("attention.key_length"), keys.need("attention.key_length_swa")
+    for name in ("attention.value_length", "attention.value_length_swa"):
+        keys.expect(name, size_swa if name.endswith("swa") else size)
+    keys.expect("rope.dimension_count_swa", size_swa)
+    factors = keys.floats("rope_freqs.weight") if keys.has("rope_freqs.weight") else [1.0]
+    rope = {
+        "rope_type": "proportional",
+        "rope_theta": float(keys.maybe("rope.freq_base") or 1e6),
+        "partial_rotary_factor": factors.count(1.0) / len(factors),
+    }
+    experts = {
+        "enable_moe_block": bool(keys.maybe("expert_count")),
+        "num_experts": keys.maybe("expert_count"),
+        "top_k_experts": keys.maybe("expert_used_count"),
+        "moe_intermediate_size": keys.maybe("expert_feed_forward_length"),
+    }
+    return experts | {
+        "head_dim": size_swa,
+        "global_head_dim": size,
+        "num_key_value_heads": int(of_layers["sliding_attention"]),
+        "num_global_key_value_heads": int(of_layers["full_attention"]),
+        "attention_k_eq_v": not keys.has(f"blk.{full}.attn_v.weight"),
+        "attention_bias": keys.has(f"blk.{windowed}.attn_q.bias"),
+        "sliding_window": keys.need("attention.sliding_window"),
+        "layer_types": types,
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": _plain_rope(keys, 10000.0),
+        },
+        "final_logit_softcapping": keys.maybe("final_logit_softcapping"),
+        "hidden_size_per_layer_input": int(keys.maybe("embedding_length_per_layer_input") or 0),
+        "num_kv_shared_layers": int(keys.maybe("attention.shared_kv_layers") or 0),
         "hidden_activation": "gelu_pytorch_tanh",
     }
 
@@ -144,15 +216,12 @@ def _olmo2(keys: Keys) -> dict[str, Any]:
     window = keys.maybe("attention.sliding_window")
     if not window:
         return {}
-    layers, theta = range(keys.need("block_count")), float(keys.need("rope.freq_base"))
-    types = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in layers]
-    plain = {"rope_type": "default", "rope_theta": theta}
-    rope = {"full_attention": rope_of(keys), "sliding_attention": plain}
+    plain = _plain_rope(keys, float(keys.need("rope.freq_base")))
     return {
         "model_type": "olmo3",
         "sliding_window": window,
-        "layer_types": types,
-        "rope_parameters": rope,
+        "layer_types": _windows(keys, 4),
+        "rope_parameters": {"full_attention": rope_of(keys), "sliding_attention": plain},
     }
 
 
@@ -220,17 +289,119 @@ def _glm4_moe(keys: Keys) -> dict[str, Any]:
 
 
 def _qwen3_next(keys: Keys) -> dict[str, Any]:
-    sizes = _qwen3(keys) | _experts(keys) | _partial_rope(keys)
-    return sizes | {
-        "shared_expert_intermediate_size": keys.need("expert_shared_feed_forward_length"),
-        "norm_topk_prob": True,
-        "full_attention_interval": keys.maybe("full_attention_interval") or 4,
+    width = keys.need("expert_shared_feed_forward_length")
+    own = {"shared_expert_intermediate_size": width, "norm_topk_prob": True}
+    return _qwen3(keys) | _experts(keys) | _partial_rope(keys) | _delta_net(keys) | own
+
+
+def _delta_net(keys: Keys) -> dict[str, Any]:
+    """The layers that keep a state."""
+    return {
+        "layer_types": _types_of(
+            keys,
+            "attention.recurrent_layers",
+            int(keys.maybe("full_attention_interval") or 4),
+            ("linear_attention", "full_attention"),
+        ),
         "linear_conv_kernel_dim": keys.need("ssm.conv_kernel"),
         "linear_key_head_dim": keys.need("ssm.state_size"),
         "linear_num_key_heads": keys.need("ssm.group_count"),
         "linear_num_value_heads": keys.need("ssm.time_step_rank"),
         "linear_value_head_dim": keys.need("ssm.inner_size") // keys.need("ssm.time_step_rank"),
     }
+
+
+def _qwen3_5(keys: Keys) -> dict[str, Any]:
+    """Qwen3.5 and 3.6, with or without experts."""
+    has_experts = bool(keys.maybe("expert_count"))
+    experts = _experts(keys) if has_experts else {}
+    width = keys.maybe("expert_shared_feed_forward_length")
+    own = {
+        "model_type": "qwen3_5_moe_text" if has_experts else "qwen3_5_text",
+        "linear_heads_are_tiled": True,
+        "shared_expert_intermediate_size": width,
+    }
+    return _qwen3(keys) | experts | _partial_rope(keys) | _delta_net(keys) | own
+
+
+def _block_types(keys: Keys) -> list[str]:
+    """Returns whether the block of each layer has experts ("sparse") or not ("dense")."""
+    layers = range(layer_count(keys))
+    return ["sparse" if keys.has(f"blk.{n}.ffn_gate_inp.weight") else "dense" for n in layers]
+
+
+def _hy_v3(keys: Keys) -> dict[str, Any]:
+    width = keys.need("expert_feed_forward_length")
+    return _experts(keys) | {
+        "num_shared_experts": keys.need("expert_shared_feed_forward_length") // width,
+        "router_scaling_factor": float(keys.maybe("expert_weights_scale") or 1.0),
+        "attention_bias": keys.has("blk.0.attn_q.bias"),
+        "mlp_layer_types": _block_types(keys),
+    }
+
+
+def _mistral3(keys: Keys) -> dict[str, Any]:
+    """Ministral 3, and the part for text of Mistral Small 3."""
+    rope, beta = rope_of(keys), keys.maybe("attention.temperature_scale")
+    if rope["rope_type"] == "yarn":
+        rope |= {"mscale": 1.0, "mscale_all_dim": keys.maybe("rope.scaling.yarn_log_multiplier")}
+        rope["llama_4_scaling_beta"] = None if beta is None else float(beta)
+    return {"sliding_window": None, "rope_parameters": rope}
+
+
+def _deepseek2(keys: Keys) -> dict[str, Any]:
+    """DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash: latent attention, and experts by softmax or by
+    sigmoid. In files that do not say which, those by sigmoid have corrections."""
+    rope, rotated = rope_of(keys), keys.need("rope.dimension_count")
+    weight = keys.maybe("rope.scaling.yarn_log_multiplier")
+    if rope["rope_type"] == "yarn" and weight is not None:
+        mscale_all = float(weight) / 0.1
+        is_v2_lite = abs(mscale_all - 1.0) > 1e-3
+        rope |= {"mscale_all_dim": mscale_all, "mscale": mscale_all if is_v2_lite else 1.0}
+        rope.pop("attention_factor", None)
+    kinds = _block_types(keys)
+    keys.maybe("leading_dense_block_count")  # tensors say it, too
+    is_corrected = any(keys.has(f"blk.{n}.exp_probs_b.bias") for n in range(len(kinds)))
+    by_sigmoid = int(keys.maybe("expert_gating_func") or 1 + is_corrected) == 2
+    groups = int(keys.maybe("expert_group_count") or 1)
+    has_groups = groups > 1
+    # Older files have the sizes of heads alone, newer ones also those of what is cached.
+    size, value = (
+        keys.maybe(f"attention.{side}_length_mla") or keys.need(f"attention.{side}_length")
+        for side in ("key", "value")
+    )
+    for side in ("key", "value"):
+        keys.maybe(f"attention.{side}_length")
+    return {
+        "model_type": "deepseek_v3" if by_sigmoid else "deepseek_v2",
+        "head_dim": None,
+        "num_key_value_heads": keys.need("attention.head_count"),
+        "rope_parameters": rope,
+        "q_lora_rank": keys.maybe("attention.q_lora_rank"),
+        "kv_lora_rank": keys.need("attention.kv_lora_rank"),
+        "qk_nope_head_dim": size - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": value,
+        "n_routed_experts": keys.need("expert_count"),
+        "num_experts_per_tok": keys.need("expert_used_count"),
+        "moe_intermediate_size": keys.need("expert_feed_forward_length"),
+        "n_shared_experts": keys.maybe("expert_shared_count") or 0,
+        "routed_scaling_factor": float(keys.maybe("expert_weights_scale") or 1.0),
+        "norm_topk_prob": bool(keys.maybe("expert_weights_norm")),
+        "n_group": groups,
+        "topk_group": int(keys.maybe("expert_group_used_count") or 1),
+        "first_k_dense_replace": kinds.index("sparse"),
+        "topk_method": None if by_sigmoid else f"{'group_limited_' * has_groups}greedy",
+    }
+
+
+def _indexed(keys: Keys) -> dict[str, Any]:
+    """DeepSeek-V3.2 and GLM-5, whose indexer has no effect in contexts of its `top_k` tokens."""
+    for name in ("head_count", "key_length", "types"):
+        keys.maybe(f"attention.indexer.{name}")
+    config = _deepseek2(keys) | {"index_topk": keys.need("attention.indexer.top_k")}
+    del config["model_type"]
+    return config
 
 
 def _ernie4_5_moe(keys: Keys) -> dict[str, Any]:
@@ -259,18 +430,46 @@ def _minimax_m2(keys: Keys) -> dict[str, Any]:
 def _gpt_oss(keys: Keys) -> dict[str, Any]:
     rope = rope_of(keys)
     if rope["rope_type"] == "yarn":
-        rope |= {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+        rope = {"beta_fast": 32.0, "beta_slow": 1.0, **rope, "truncate": False}
     return _local_experts(keys) | {
         "intermediate_size": keys.need("expert_feed_forward_length"),
         "sliding_window": keys.need("attention.sliding_window"),
+        "layer_types": _windows(keys, 2),
         "rope_parameters": rope,
         "attention_bias": True,
     }
 
 
+BY_SIGMOID = {"expert_gating_func": 2.0}
 ROUTERS = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
-MIXTRAL = ("block_sparse_moe", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
+MIXTRAL = ("block_sparse_moe.", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
 SPARSE_ROUTER = {"ffn_gate_inp": "block_sparse_moe.gate"}
+
+OF_QWEN3_5 = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **_shared("shared_expert"),
+}
+
+OF_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    **ROUTERS,
+    **_shared("shared_experts"),
+}
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", _llama, SPARSE_ROUTER, MIXTRAL, is_woven=True),
@@ -282,14 +481,30 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "qwen3": Architecture("qwen3", _qwen3),
     "qwen3moe": Architecture("qwen3_moe", _qwen3_moe),
+    "qwen3vl": Architecture("qwen3", _qwen3),
+    "qwen3vlmoe": Architecture("qwen3_moe", _qwen3_moe),
     "gemma2": Architecture(
         "gemma2",
         _gemma2,
         OF_GEMMA,
         adds_one=True,
-        done=frozenset(("attn_logit_softcapping", "final_logit_softcapping")),
     ),
     "gemma3": Architecture("gemma3_text", _gemma3, OF_GEMMA, adds_one=True),
+    "gemma4": Architecture(
+        "gemma4_text",
+        _gemma4,
+        {
+            **OF_GEMMA,
+            "ffn_gate_inp": "router.proj",
+            "ffn_gate_inp.scale": "router.scale",
+            "ffn_down_exps.scale": "router.per_expert_scale",
+            "post_ffw_norm_1": "post_feedforward_layernorm_1",
+            "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+            "post_ffw_norm_2": "post_feedforward_layernorm_2",
+            "layer_output_scale.weight": "layer_scalar",
+        },
+        experts=("", {}),
+    ),
     "phi3": Architecture("phi3", _phi3, {"ffn_up": "mlp.gate_up_proj"}),
     "olmo2": Architecture("olmo2", _olmo2, POST_NORMS),
     "smollm3": Architecture("smollm3", _smollm3, is_woven=True),
@@ -300,7 +515,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "glm4_moe",
         _glm4_moe,
         {**POST_NORMS, **ROUTERS, **_shared("shared_experts")},
-        done=frozenset(("expert_weights_scale",)),
+        expects=BY_SIGMOID,
     ),
     "ernie4_5-moe": Architecture(
         "ernie4_5_moe",
@@ -312,29 +527,35 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _minimax_m2,
         {**SPARSE_ROUTER, "exp_probs_b": "block_sparse_moe.e_score_correction_bias"},
         MIXTRAL,
+        expects=BY_SIGMOID,
     ),
     "qwen3next": Architecture(
         "qwen3_next",
         _qwen3_next,
-        {
-            "post_attention_norm": "post_attention_layernorm",
-            "attn_qkv": "linear_attn.in_proj_qkv",
-            "attn_gate": "linear_attn.in_proj_z",
-            "ssm_ba": "linear_attn.in_proj_ba",
-            "ssm_conv1d": "linear_attn.conv1d",
-            "ssm_a": "linear_attn.A_log",
-            "ssm_dt": "linear_attn.dt_bias",
-            "ssm_norm": "linear_attn.norm",
-            "ssm_out": "linear_attn.out_proj",
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            **_shared("shared_expert"),
-        },
+        OF_QWEN3_5 | {"ssm_ba": "linear_attn.in_proj_ba"},
         adds_one=True,
     ),
+    "qwen35": Architecture("qwen3_5_text", _qwen3_5, OF_QWEN3_5, adds_one=True),
+    "qwen35moe": Architecture("qwen3_5_moe_text", _qwen3_5, OF_QWEN3_5, adds_one=True),
+    "hy_v3": Architecture(
+        "hy_v3",
+        _hy_v3,
+        {
+            "ffn_gate_inp": "mlp.router.gate",
+            "exp_probs_b": "mlp.e_score_correction_bias",
+            **_shared("shared_experts"),
+        },
+        expects=BY_SIGMOID | {"expert_weights_norm": 1.0},
+    ),
+    "mistral3": Architecture("ministral3", _mistral3, is_woven=True),
+    "deepseek2": Architecture("deepseek_v3", _deepseek2, OF_LATENT),
+    "deepseek32": Architecture("deepseek_v32", _indexed, OF_LATENT),
+    "glm-dsa": Architecture("glm_moe_dsa", _indexed, OF_LATENT),
     "gpt-oss": Architecture(
         "gpt_oss",
         _gpt_oss,
         {**POST_NORMS, "attn_sinks": "self_attn.sinks", "ffn_gate_inp": "mlp.router"},
+        expects={"expert_gating_func": 3.0},
     ),
 }
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from flexgen_jax.models.folder import CheckpointError
-from flexgen_jax.models.gguf.architectures import architecture_of
+from flexgen_jax.models.gguf.architectures import architecture_of, layer_count
 from flexgen_jax.models.gguf.container import GgufFile
 from flexgen_jax.models.gguf.keys import Keys, rope_of
 
@@ -15,23 +18,23 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     something that it needs is missing."""
     architecture = architecture_of(file)
     keys = Keys(file, str(file.metadata["general.architecture"]))
-    _check(keys, architecture.done)
     config = _common(keys) | {"model_type": architecture.model_type} | architecture.config(keys)
+    for field, name in BY_LAYER.items():
+        config[field] = _of_all_layers(keys, name, config[field])
+    _check(keys, architecture.expects)
     if "output.weight" not in file.tensors:
         config["tie_word_embeddings"] = True
-    return {name: value for name, value in config.items() if value is not None}
+    return {name: x for name, x in config.items() if x is not None or name in NULL}
 
 
 def _common(keys: Keys) -> dict[str, Any]:
     shapes = [keys.file.tensors[n].shape for n in ("token_embd.weight",) if n in keys.file.tensors]
     if not shapes:
         raise CheckpointError(f"{keys.file.path}: tensor 'token_embd.weight' is missing")
-    # The last blocks of some models predict further tokens, which inference does without.
-    predicting = int(keys.maybe("nextn_predict_layers") or 0)
     return {
         "vocab_size": shapes[0][0],
         "hidden_size": keys.need("embedding_length"),
-        "num_hidden_layers": keys.need("block_count") - predicting,
+        "num_hidden_layers": layer_count(keys),
         "num_attention_heads": keys.need("attention.head_count"),
         "num_key_value_heads": keys.maybe("attention.head_count_kv"),
         "head_dim": keys.maybe("attention.key_length"),
@@ -47,21 +50,68 @@ def _common(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _check(keys: Keys, done: frozenset[str]) -> None:
-    """Raises `CheckpointError` for metadata that changes the model in a way that is not done."""
-    if keys.maybe("attention.causal") is False:
-        raise keys.refused("attention.causal", "False")
-    for name, neutral in NEUTRAL.items():
-        value = None if name in done else keys.maybe(name)
-        if value is not None and float(value) != neutral:
+def _check(keys: Keys, expects: Mapping[str, float]) -> None:
+    """Raises `CheckpointError` for metadata that changes the model in a way that is not done: all
+    that has not been read must have no effect. expects: the values that have none for an
+    architecture."""
+    heads, hidden = keys.need("attention.head_count"), keys.need("embedding_length")
+    size = keys.maybe("attention.key_length") or hidden // int(np.max(heads))
+    usual = {"attention.value_length": size, "rope.dimension_count": size}
+    usual["rope.freq_base_swa"] = keys.maybe("rope.freq_base")
+    neutral = {**NEUTRAL, **usual, **expects}
+    for name, value in keys.unread().items():
+        is_neutral = name in UNUSED or (name in neutral and float(value) == neutral[name])
+        if not is_neutral:
             raise keys.refused(name, value)
-    for name in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
-        value = keys.maybe(name)
-        if getattr(value, "size", 1) > 1 and len(set(map(int, value))) > 1:
-            raise keys.refused(name, "different values for different layers")
 
 
-NEUTRAL = {
+def _of_all_layers(keys: Keys, name: str, value: Any) -> Any:
+    """Returns the value of all layers, where metadata has one for each."""
+    if not np.ndim(value):
+        return value
+    if len({int(x) for x in value}) > 1:
+        raise keys.refused(name, "different values for different layers")
+    return int(value[0])
+
+
+BY_LAYER = {
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "intermediate_size": "feed_forward_length",
+}
+"""Fields for which files may have a value for each layer."""
+
+NULL = ("q_lora_rank",)
+"""Fields that are null where there is nothing, since transformers has another default."""
+
+UNUSED = frozenset(
+    (
+        *("vocab_size", "features_length", "embedding_length_out", "tensor_data_layout"),
+        *("rope.scaling.finetuned", "rope.dimension_sections", "n_deepstack_layers"),
+        *("pooling_type", "classifier.output_labels", "attention.layer_norm_epsilon"),
+        *("attention.layer_norm_rms_epsilon", "hidden_activation", "no_rope_layer_step"),
+    )
+)
+"""Metadata without effect on the logits of a text: sizes that tensors have too, sections of
+rotations for images, and what is for vectors of texts."""
+
+NEUTRAL: Mapping[str, float] = {
+    "attention.causal": 1.0,
+    "expert_count": 0.0,
+    "expert_used_count": 0.0,
+    "expert_shared_count": 0.0,
+    "expert_gating_func": 1.0,
+    "expert_weights_norm": 0.0,
+    "expert_group_count": 1.0,
+    "expert_group_used_count": 1.0,
+    "leading_dense_block_count": 0.0,
+    "interleave_moe_layer_step": 1.0,
+    "attention.sliding_window": 0.0,
+    "attention.shared_kv_layers": 0.0,
+    "attention.temperature_scale": 0.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
     "logit_scale": 1.0,
     "embedding_scale": 1.0,
     "residual_scale": 1.0,
@@ -74,4 +124,4 @@ NEUTRAL = {
     "expert_weights_scale": 1.0,
     "use_parallel_residual": 0.0,
 }
-"""Factors that must have no effect, unless the architecture's config does them."""
+"""Values without effect."""

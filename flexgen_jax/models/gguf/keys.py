@@ -16,9 +16,17 @@ class Keys:
 
     def __init__(self, file: GgufFile, architecture: str) -> None:
         self.file, self.metadata, self._begin = file, file.metadata, architecture
+        self._read = set[str]()
 
     def maybe(self, name: str) -> Any:
+        self._read.add(name)
         return self.metadata.get(f"{self._begin}.{name}")
+
+    def unread(self) -> dict[str, Any]:
+        """Returns the metadata for which nobody has asked."""
+        begin = f"{self._begin}."
+        names = [name.removeprefix(begin) for name in self.metadata if name.startswith(begin)]
+        return {name: self.metadata[begin + name] for name in names if name not in self._read}
 
     def need(self, name: str) -> Any:
         value = self.maybe(name)
@@ -27,6 +35,12 @@ class Keys:
                 f"{self.file.path}: its metadata has no {self._begin}.{name}; convert it again"
             )
         return value
+
+    def expect(self, name: str, value: float) -> None:
+        """Raises `CheckpointError` if metadata is there and has another value."""
+        found = self.maybe(name)
+        if found is not None and float(found) != value:
+            raise self.refused(name, found)
 
     def special(self, name: str) -> Any:
         return self.metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -63,6 +77,8 @@ def rope_of(keys: Keys) -> dict[str, Any]:
             "attention_factor": 1.0,
             "original_max_position_embeddings": length,
         }
+    original = keys.maybe("rope.scaling.original_context_length")
+    share = keys.maybe("rope.scaling.attn_factor")
     factor = keys.maybe("rope.scaling.factor") or keys.maybe("rope.scale_linear")
     if scaling_type is None and factor and float(factor) != 1.0:  # of older files
         scaling_type = "linear"
@@ -70,17 +86,24 @@ def rope_of(keys: Keys) -> dict[str, Any]:
         if not factor:
             keys.need("rope.scaling.factor")
         rope |= {"rope_type": scaling_type, "factor": float(factor)}
-        original = keys.maybe("rope.scaling.original_context_length")
-        if scaling_type == "yarn" and original:
-            rope["original_max_position_embeddings"] = original
-        share = keys.maybe("rope.scaling.attn_factor")
-        if scaling_type == "yarn" and share is not None:
-            rope["attention_factor"] = _yarn_attention(rope["factor"], float(share))
+        if scaling_type == "yarn":
+            rope |= _yarn(keys, original, share)
     elif scaling_type == "longrope" and keys.has("rope_factors_long.weight"):
         pass  # the architecture reads the factors
     elif scaling_type not in (None, "none"):
         raise CheckpointError(f"{keys.file.path}: rope scaling {scaling_type!r} is not supported")
     return rope
+
+
+def _yarn(keys: Keys, original: int | None, share: float | None) -> dict[str, Any]:
+    """Returns what YaRN has besides its factor."""
+    fields: dict[str, Any] = {"original_max_position_embeddings": original or None}
+    for name in ("beta_fast", "beta_slow"):
+        fields[name] = keys.maybe(f"rope.scaling.yarn_{name}")
+    if share is not None:
+        factor = float(keys.need("rope.scaling.factor"))
+        fields["attention_factor"] = _yarn_attention(factor, float(share))
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _yarn_attention(factor: float, share: float) -> float:

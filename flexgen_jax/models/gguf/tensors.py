@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,16 @@ TOP = {
     "output_norm.bias": "model.norm.bias",
 }
 
-EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
-"""Parts of all experts of a layer, [expert, row, column]."""
+EXPERTS = {
+    "ffn_gate_exps": ("gate_proj",),
+    "ffn_up_exps": ("up_proj",),
+    "ffn_gate_up_exps": ("gate_proj", "up_proj"),
+    "ffn_down_exps": ("down_proj",),
+}
+"""Matrices of all experts in a tensor, [expert, row, column]; of two, rows follow each other."""
+
+LATENT = ("attn_k_b", "attn_v_b")
+"""What makes keys and values of what is cached: [head, rank, element] and [head, element, rank]."""
 
 USELESS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that the config says already; see `gguf.keys`."""
@@ -35,6 +44,24 @@ ONE_ROW = ("moe_statics.e_score_correction_bias", "shared_expert_gate.weight")
 
 WITHOUT_END = ("e_score_correction_bias", "self_attn.sinks", "A_log", "dt_bias")
 """Parameters whose names have no ".weight" or ".bias"."""
+
+
+INDEXER = "indexer."
+BLOCK = re.compile(r"blk\.(\d+)\.([a-z_0-9]+(?:\.[a-z_]+)??)(?:\.(weight|bias|scale))?")
+"""A layer, a part of it, and what of the part a tensor is."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor as a part of one that is stored.
+
+    first: its first row; keys: of a matrix that makes keys and values, where the keys' half is.
+    """
+
+    entry: Entry
+    first: int
+    shape: tuple[int, ...]
+    keys: Entry | None = None
 
 
 class GgufTensors:
@@ -50,11 +77,11 @@ class GgufTensors:
         self.files = Files(file.paths)
         self._file, self._heads, self._layers = file, heads, layers
         self._architecture = architecture_of(file)
-        self._parts: dict[str, tuple[Entry, int | None]] = {}
+        self._parts: dict[str, _Part] = {}
         for name, entry in file.tensors.items():
-            for full, expert in self._names(name, entry):
-                self._parts[full] = (entry, expert)
-                if BLOCKS[NAMES[entry.kind]].format is not None:
+            for full, part in self._named(name, entry):
+                self._parts[full] = part
+                if part.keys is None and BLOCKS[NAMES[entry.kind]].format is not None:
                     self.packed[full] = PackedRows(self, full)
 
     def __contains__(self, name: object) -> bool:
@@ -67,37 +94,61 @@ class GgufTensors:
         return self._file.path
 
     def shape(self, name: str) -> tuple[int, ...]:
-        entry, expert = self._parts[name]
-        shape = entry.shape if expert is None else entry.shape[1:]
+        shape = self._parts[name].shape
         if name.endswith("conv1d.weight"):  # Hugging Face's have one channel in each group
             return shape[0], 1, shape[1]
         return (1, *shape) if len(shape) == 1 and name.endswith(ONE_ROW) else shape
 
     def dtype(self, name: str) -> str:
-        return PLAIN.get(self.kind(name), "F32")
+        return "F32" if self.is_joined(name) else PLAIN.get(self.kind(name), "F32")
+
+    def is_joined(self, name: str) -> bool:
+        """Returns whether a matrix is put together from two that are stored."""
+        return self._parts[name].keys is not None
 
     def kind(self, name: str) -> str:
         """Returns the type of a tensor's blocks."""
-        return NAMES[self._parts[name][0].kind]
+        return NAMES[self._parts[name].entry.kind]
 
     def rows(self, name: str) -> Any:
         return _Rows(self, name)
 
     def blocks(self, name: str, start: int, stop: int) -> np.ndarray:
         """Returns the bytes of rows [start, stop), in the order of Hugging Face."""
-        entry, expert = self._parts[name]
-        shape = self.shape(name)
-        block = BLOCKS[NAMES[entry.kind]]
-        pitch = shape[-1] // block.elements * block.nbytes
+        part, shape = self._parts[name], self.shape(name)
         rows = shape[0] if len(shape) > 1 else 1
-        begin = entry.begin + (expert or 0) * rows * pitch
-        whole: np.ndarray = self._file.content(entry)[begin : begin + rows * pitch].reshape(
-            rows, pitch
-        )
+        whole = self._stored(part.entry, part.first, rows)
         order = self._order(name, rows) if len(shape) > 1 else None
         return np.ascontiguousarray(
             whole[start:stop] if order is None else whole[order[start:stop]]
         )
+
+    def _stored(self, entry: Entry, first: int, rows: int) -> np.ndarray:
+        """Returns the bytes of rows, from the first one on, as they are stored."""
+        block = BLOCKS[NAMES[entry.kind]]
+        pitch = entry.shape[-1] // block.elements * block.nbytes
+        begin = entry.begin + first * pitch
+        whole: np.ndarray = self._file.content(entry)[begin : begin + rows * pitch]
+        return whole.reshape(rows, pitch)
+
+    def latent(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Returns rows [start, stop) of a matrix that makes keys and values, head by head, of what
+        is cached, fp32: files have the keys' half transposed, and apart."""
+        part, rank = self._parts[name], self.shape(name)[1]
+        assert part.keys is not None
+        (_, _, key_size), (_, value_size, _) = part.keys.shape, part.entry.shape
+        size, heads = key_size + value_size, []
+        for head in range(start // size, -(-stop // size)):
+            sides = [(part.keys, head * rank, rank), (part.entry, head * value_size, value_size)]
+            keys, values = (
+                _plain(self._stored(*side), NAMES[side[0].kind], self._file.path)
+                .astype(np.float32)
+                .reshape(side[2], -1)
+                for side in sides
+            )
+            heads += [keys.T, values]
+        whole = np.concatenate(heads)
+        return whole[start % size :][: stop - start]
 
     def numbers(self, name: str) -> np.ndarray:
         """Returns a vector."""
@@ -122,26 +173,49 @@ class GgufTensors:
         order = np.arange(rows).reshape(heads, rows // heads // 2, 2)
         return order.swapaxes(1, 2).reshape(-1)
 
-    def _names(self, name: str, entry: Entry) -> Iterator[tuple[str, int | None]]:
-        """Yields the names that a tensor has in Hugging Face's files, one for each expert."""
-        match = re.fullmatch(r"blk\.(\d+)\.([a-z_0-9]+)(?:\.(weight|bias))?", name)
+    def _named(self, name: str, entry: Entry) -> Iterator[tuple[str, _Part]]:
+        """Yields the names that a tensor has in Hugging Face's files, one for each expert, and what
+        of it they are."""
+        match = BLOCK.fullmatch(name)
         if match is None:
             if name not in USELESS:
-                yield TOP.get(name, name), None
+                yield TOP.get(name, name), _Part(entry, 0, entry.shape)
             return
         layer, tensor_name, end = match.groups()
         if int(layer) >= self._layers:
             return
         architecture, before = self._architecture, f"model.layers.{layer}."
-        if tensor_name in EXPERTS:
-            block, matrices = architecture.experts
-            matrix = EXPERTS[tensor_name]
-            matrix = matrices.get(matrix, matrix)
-            for expert in range(entry.shape[0]):
-                yield f"{before}{block}.experts.{expert}.{matrix}.{end}", expert
+        own_name = f"{tensor_name}.{end}"
+        if tensor_name in EXPERTS and own_name not in architecture.parts:
+            for matrix, part, expert in _of_experts(EXPERTS[tensor_name], entry):
+                block, matrices = architecture.experts
+                matrix_name = matrices.get(matrix, matrix)
+                yield f"{before}{block}experts.{expert}.{matrix_name}.{end}", part
             return
-        plain = architecture.parts.get(tensor_name, PARTS.get(tensor_name, tensor_name))
-        yield before + (plain if plain.endswith(WITHOUT_END) else f"{plain}.{end}"), None
+        if tensor_name == LATENT[0]:
+            return
+        if tensor_name == LATENT[1]:
+            keys = self._file.tensors[f"blk.{layer}.{LATENT[0]}.{end}"]
+            heads, size, rank = entry.shape
+            shape = heads * (keys.shape[2] + size), rank
+            yield f"{before}self_attn.kv_b_proj.{end}", _Part(entry, 0, shape, keys)
+            return
+        plain = f"self_attn.{tensor_name}" if tensor_name.startswith(INDEXER) else tensor_name
+        plain = architecture.parts.get(tensor_name, PARTS.get(tensor_name, plain))
+        plain = architecture.parts.get(own_name, plain)
+        has_end = own_name not in architecture.parts and not plain.endswith(WITHOUT_END)
+        yield before + plain + (f".{end}" if has_end else ""), _Part(entry, 0, entry.shape)
+
+
+def _of_experts(names: Sequence[str], entry: Entry) -> Iterator[tuple[str, _Part, int]]:
+    """Yields the matrices, or vectors, of all experts in a tensor, where an expert's lie one after
+    the other: their names, what they are of the tensor, and the expert."""
+    count, *shape = entry.shape
+    each = shape[0] // len(names) if len(shape) > 1 else 1
+    for expert in range(count):
+        for number, name in enumerate(names):
+            first = (expert * len(names) + number) * each
+            yield name, _Part(entry, first, (each, *shape[1:]) if shape[1:] else (*shape,)), expert
 
 
 class _Rows:
@@ -158,6 +232,8 @@ class _Rows:
         start, stop, _ = rows.indices(shape[0])
         if len(shape) == 1:
             return tensors.numbers(name)[start:stop]
+        if tensors.is_joined(name):
+            return tensors.latent(name, start, stop)
         blocks = tensors.blocks(name, start, stop)
         plain = _plain(blocks, tensors.kind(name), tensors.path(name))
         return plain.reshape(stop - start, *shape[1:])

@@ -17,7 +17,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     """Returns the JSON of the files by their names; raises `CheckpointError` for a kind that is not
     read."""
     model_type = file.metadata.get("tokenizer.ggml.model")
-    makers = {"gpt2": _bpe, "llama": _pieces}
+    makers = {"gpt2": _bpe, "llama": _pieces, "gemma4": _merged_pieces}
     if model_type not in makers or "tokenizer.ggml.tokens" not in file.metadata:
         raise CheckpointError(
             f"{file.path}: tokenizer {model_type!r} is not supported; supported: "
@@ -56,6 +56,11 @@ def _pieces(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> dict
     return tokenizer_json.of_pieces(tokens, types, scores, begins)
 
 
+def _merged_pieces(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
+    merges = [merge.split(" ", 1) for merge in file.metadata.get("tokenizer.ggml.merges", [])]
+    return tokenizer_json.of_merged_pieces(tokens, types, merges, begins=False)
+
+
 def _special(file: GgufFile, name: str, tokens: Sequence[str]) -> tuple[int, str] | None:
     number = file.metadata.get(f"tokenizer.ggml.{name}_token_id")
     if number is None or not 0 <= number < len(tokens):
@@ -67,9 +72,10 @@ def _add_ends(file: GgufFile, tokens: Sequence[str], whole: dict[str, Any]) -> N
     """Adds what puts tokens at the beginning and the end of a prompt, where the file asks for
     it."""
     metadata = file.metadata
-    begins = metadata["tokenizer.ggml.model"] == "llama" or split_of(file).begins
+    model_type = metadata["tokenizer.ggml.model"]
+    begins = model_type in ("llama", "gemma4") or split_of(file).begins
     wants = {
-        "bos": metadata.get("tokenizer.ggml.add_bos_token", begins),
+        "bos": metadata.get("tokenizer.ggml.add_bos_token", begins) or model_type == "gemma4",
         "eos": metadata.get("tokenizer.ggml.add_eos_token", False),
     }
     ends = {name: _special(file, name, tokens) for name, is_wanted in wants.items() if is_wanted}
