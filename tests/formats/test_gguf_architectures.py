@@ -437,6 +437,9 @@ def write(path: Path, arch: str, config: Any, state: Mapping[str, Any], more: Ke
         for name in ("long", "short"):
             factors = np.array(config.rope_parameters[f"{name}_factor"], np.float32)
             writer.add_tensor(f"rope_factors_{name}.weight", factors)
+    if arch == "gemma4":  # a quarter of a head of 24 is rotated, in pairs
+        factors = np.array([1.0] * 3 + [1e30] * 9, np.float32)
+        writer.add_tensor("rope_freqs.weight", factors)
     for name, array in stored(arch, config, state):
         writer.add_tensor(name, np.ascontiguousarray(array.astype(np.float32)))
     for part in ("header", "kv_data", "tensors"):
