@@ -20,10 +20,12 @@ from flexgen_jax.layers.mlp import MLP
 from flexgen_jax.layers.norm import Norm
 from flexgen_jax.layers.rotary import Branches, Rows
 from flexgen_jax.layers.self_attention import Arrays, SelfAttention, attend_earlier
+from flexgen_jax.layers.short_conv import ShortConv
 from flexgen_jax.layers.sparse_attention import attend_top
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.delta_net import DeltaNetSpec
 from flexgen_jax.models.parts import AttentionSpec, LatentAttentionSpec, LayerParts, MLPSpec
+from flexgen_jax.models.short_conv import ShortConvSpec
 
 T = TypeVar("T", bound=tuple[jax.Array, ...])
 
@@ -46,6 +48,7 @@ MIXERS: dict[type, type[nn.Module]] = {
     AttentionSpec: SelfAttention,
     LatentAttentionSpec: LatentAttention,
     DeltaNetSpec: GatedDeltaNet,
+    ShortConvSpec: ShortConv,
 }
 """The module of each kind of mixer. It takes the config, the mixer, kernels, the dtype and
 `matmul_bits`. One that does not attend has a method `mix`, see `DecoderLayer.mix`."""

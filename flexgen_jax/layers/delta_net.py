@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from flexgen_jax.layers import delta_rule
 from flexgen_jax.layers.attention import Block
+from flexgen_jax.layers.convolution import after, columns_after, convolved, padding_of
 from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.linear import Linear
 from flexgen_jax.layers.norm import Norm
@@ -23,22 +24,6 @@ def _unit(x: jax.Array) -> jax.Array:
     """Returns vectors of length 1, in fp32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-6)
-
-
-def _after(columns: jax.Array, new: jax.Array, padding: jax.Array) -> jax.Array:
-    """Returns the convolution's inputs, [batch, columns + token, channel]: each row's cached
-    columns directly before its first real token.
-
-    padding: int32 [batch], the tokens before it. With two columns and one token of padding, a row
-    of the tokens 0, c, d becomes 0, a, b, c, d.
-    """
-    width = columns.shape[1]
-    joined = jnp.pad(new, ((0, 0), (width, 0), (0, 0)))
-
-    def place(row: jax.Array, kept: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(row, kept, start, axis=0)
-
-    return jax.vmap(place)(joined, columns.astype(new.dtype), padding)
 
 
 class GatedDeltaNet(nn.Module):
@@ -82,32 +67,29 @@ class GatedDeltaNet(nn.Module):
         nothing, and nothing fades with it."""
         (batch, tokens, _), spec = x.shape, self.spec
         columns, matrices = state
-        padding = jnp.clip(rows.first_valid - start, 0, tokens)
-        is_real = (jnp.arange(tokens) >= padding[:, None])[..., None]
+        padding, is_real = padding_of(rows, start, tokens)
         x = jnp.where(is_real, x, 0)
         projected = jnp.concatenate([self.q(x), self.k(x), self.v(x)], axis=-1)
-        joined = _after(columns, projected, padding)
+        joined = after(columns, projected, padding)
         fade = jax.nn.softplus(self.fade(x).astype(jnp.float32) + self.fade_bias)
         fade = jnp.where(is_real, -jnp.exp(self.fade_log) * fade, 0)
         inputs = (joined, fade, jax.nn.sigmoid(self.write(x)), is_real)
         if tokens == 1:
             only = delta_rule.Sides(*(side[:, 0] for side in self._sides(*inputs)))
-            out, after = self.kernels.delta_step(only, matrices)
+            out, kept = self.kernels.delta_step(only, matrices)
         else:
-            out, after = self._in_chunks(inputs, matrices, tokens)
+            out, kept = self._in_chunks(inputs, matrices, tokens)
         seen = jnp.int32(tokens) if num_known is None else num_known
         if num_known is not None:
             is_known = is_real & (jnp.arange(tokens) < num_known)[:, None]
             inputs = (joined, jnp.where(is_known, fade, 0), inputs[2], is_known)
-            _, after = self._in_chunks(inputs, matrices, tokens)
+            _, kept = self._in_chunks(inputs, matrices, tokens)
         out = out.reshape(batch, tokens, spec.key_heads, spec.group, spec.value_size)
         out = out.swapaxes(2, 3) if spec.are_tiled else out
         heads = self.norm(out.reshape(batch, tokens, -1, spec.value_size).astype(self.dtype))
         gate = jax.nn.silu(self.z(x).astype(jnp.float32)).reshape(heads.shape)
         result = (heads * gate).astype(self.dtype).reshape(batch, tokens, -1)
-        window = jax.lax.dynamic_slice_in_dim(joined, seen, spec.width - 1, axis=1)
-        window = window.astype(jnp.float32)
-        return self.out(result), (), (window, after)
+        return self.out(result), (), (columns_after(joined, seen, spec.width), kept)
 
     def _sides(
         self, joined: jax.Array, fade: jax.Array, write: jax.Array, is_real: jax.Array
@@ -116,10 +98,7 @@ class GatedDeltaNet(nn.Module):
 
         joined: of these tokens, and of those before them that weighted sums need."""
         spec, (batch, tokens, _) = self.spec, fade.shape
-        weights = self.weights.astype(jnp.float32)
-        total = jnp.zeros((batch, tokens, spec.channels), jnp.float32)
-        for n in range(spec.width):
-            total = total + joined[:, n : n + tokens].astype(jnp.float32) * weights[:, 0, n]
+        total = convolved(joined, self.weights, tokens)
         mixed = jnp.where(is_real, jax.nn.silu(total.astype(self.dtype)), 0)
         query, key, value = jnp.split(mixed, [spec.keys, 2 * spec.keys], axis=-1)
         heads = (batch, tokens, spec.key_heads)

@@ -225,6 +225,27 @@ CASES: dict[str, tuple[str, dict[str, Any], Keys]] = {
             **LATENT_KEYS,
         },
     ),
+    "lfm2": (
+        "lfm2",
+        {"num_hidden_layers": 3},
+        {
+            "attention.head_count_kv": [0, 2, 0],
+            "feed_forward_length": 32,
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "shortconv.l_cache": 3,
+        },
+    ),
+    "lfm2moe": (
+        "lfm2_moe",
+        {"num_hidden_layers": 3},
+        {
+            "attention.head_count_kv": [0, 2, 0],
+            "attention.layer_norm_rms_epsilon": 1e-5,
+            "shortconv.l_cache": 3,
+            "leading_dense_block_count": 1,
+            "expert_gating_func": 2,
+        },
+    ),
     "deepseek32": ("deepseek_v32", HEADS, {**INDEXED_KEYS}),
     "glm-dsa": ("glm_moe_dsa", HEADS, {**INDEXED_KEYS}),
     "gpt-oss": (
@@ -378,6 +399,11 @@ def split(arch: str, name: str, array: np.ndarray) -> Iterator[tuple[str, np.nda
         keys, values = np.split(array.reshape(4, 22, -1), [10], axis=1)
         yield name.replace("kv_b", "k_b"), keys.swapaxes(1, 2)
         yield name.replace("kv_b", "v_b"), values
+    elif arch == "lfm2moe" and "experts." in name:
+        before, _, matrix = name.rpartition("experts.")
+        parts = zip(("w1", "w3"), np.split(array, 2, axis=1), strict=True)
+        for part, rows in parts if matrix == "gate_up_proj" else [("w2", array)]:
+            yield f"{before.removeprefix('model.')}experts.{part}.weight", rows
     elif arch == "gemma4" and "experts." in name:
         yield f"{name}.weight", array
     elif "experts.gate_up_proj" in name:
@@ -405,8 +431,10 @@ def split(arch: str, name: str, array: np.ndarray) -> Iterator[tuple[str, np.nda
         yield name, -np.exp(array)
     elif name.endswith("dt_bias"):
         yield name.replace("dt_bias", "dt_proj.bias"), array
-    elif "conv1d" in name:
+    elif "conv1d" in name or "conv.conv" in name:
         yield name, array[:, 0]
+    elif name.endswith("expert_bias"):
+        yield f"{name}.bias", array
     elif name.endswith("e_score_correction_bias"):
         name = name.replace("correction_bias", "correction.bias")
         name = name.replace("gate.moe_statics", "moe_statics")

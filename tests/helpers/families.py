@@ -58,6 +58,7 @@ DELTA_NET = {
     "linear_value_head_dim": 12,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
 }
+CONVOLUTIONS = ["conv", "full_attention", "conv"]
 GEMMA4 = {
     "head_dim": 16,
     "global_head_dim": 24,
@@ -409,6 +410,32 @@ VARIANTS: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
             | {"shared_expert_intermediate_size": 8, "linear_conv_kernel_dim": 2, "head_dim": 8},
         ),
     ),
+    "lfm2": (
+        "Lfm2",
+        (
+            {"layer_types": CONVOLUTIONS, "block_multiple_of": 16, "tie_word_embeddings": True},
+            {
+                "full_attn_idxs": [0],
+                "conv_L_cache": 4,
+                "block_auto_adjust_ff_dim": False,
+                "tie_word_embeddings": False,
+            },
+        ),
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        (
+            EXPERTS | {"layer_types": CONVOLUTIONS, "num_dense_layers": 1},
+            EXPERTS
+            | {
+                "layer_types": CONVOLUTIONS[::-1],
+                "num_dense_layers": 0,
+                "use_expert_bias": False,
+                "norm_topk_prob": False,
+                "routed_scaling_factor": 2.0,
+            },
+        ),
+    ),
     "gemma4": (
         "Gemma4",
         (
@@ -499,7 +526,7 @@ class Reference:
         for parameter in self.model.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
         for name, buffer in self.model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 torch.nn.init.normal_(buffer, std=0.3)
             if name.endswith("layer_scalar"):
                 torch.nn.init.uniform_(buffer, 0.5, 1.5)

@@ -50,6 +50,8 @@ PARAMETERS = {
     "deepseek-ai/DeepSeek-V2": 235_741_434_880,
     "deepseek-ai/DeepSeek-V3": 671_026_419_200,
     "allenai/Olmo-3-1025-7B": 7_298_011_136,
+    "LiquidAI/LFM2-1.2B": 1_170_340_608,
+    "LiquidAI/LFM2-8B-A1B": 8_339_929_856 + 22 * 32,  # corrections of the routers, not counted
     "Qwen/Qwen3-Next-80B-A3B-Instruct": 79_674_391_296,
     "Qwen/Qwen3.5-27B": 26_895_998_464,
     "Qwen/Qwen3.6-35B-A3B": 34_660_610_688,

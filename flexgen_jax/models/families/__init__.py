@@ -34,6 +34,7 @@ from flexgen_jax.models.families.latent import (
     KIMI_K25,
     MISTRAL4,
 )
+from flexgen_jax.models.families.lfm2 import LFM2, LFM2_MOE
 from flexgen_jax.models.families.llama import LLAMA
 from flexgen_jax.models.families.mistral3 import MINISTRAL3, MISTRAL3
 from flexgen_jax.models.families.neox import NEOX
@@ -94,6 +95,8 @@ FAMILIES: dict[str, Family] = {
         QWEN3_VL,
         QWEN3_VL_MOE,
         QWEN3_NEXT,
+        LFM2,
+        LFM2_MOE,
         QWEN3_5,
         QWEN3_5_TEXT,
         QWEN3_5_MOE,
@@ -233,7 +236,6 @@ MISSING: Mapping[str, tuple[str, str]] = {
     "jamba": ("mixtral", STATE),
     "nemotron_h": ("llama", STATE),
     "granitemoehybrid": ("mixtral", STATE),
-    "lfm2": ("llama", "layers of short convolutions"),
     "minimax": ("minimax_m2", "layers of linear attention"),
     "gemma3n": ("gemma3_text", "embeddings of each layer, and layers that share keys and values"),
     "llama4": ("llama", "attention in chunks, and experts whose input is weighted"),

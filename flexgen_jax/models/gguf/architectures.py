@@ -404,6 +404,22 @@ def _indexed(keys: Keys) -> dict[str, Any]:
     return config
 
 
+def _lfm2(keys: Keys) -> dict[str, Any]:
+    """LFM2, with or without experts. Layers without heads of keys have a short convolution."""
+    groups = [int(n) for n in keys.need("attention.head_count_kv")]
+    experts = _experts(keys) if keys.maybe("expert_count") else {}
+    return experts | {
+        "num_key_value_heads": max(groups),
+        "layer_types": ["full_attention" if n else "conv" for n in groups],
+        "norm_eps": keys.maybe("attention.layer_norm_rms_epsilon"),
+        "conv_L_cache": keys.need("shortconv.l_cache"),
+        "conv_bias": any(keys.has(f"blk.{n}.shortconv.in_proj.bias") for n in range(len(groups))),
+        "block_auto_adjust_ff_dim": False,
+        "num_dense_layers": int(keys.maybe("leading_dense_block_count") or 0),
+        "use_expert_bias": any(keys.has(f"blk.{n}.exp_probs_b.bias") for n in range(len(groups))),
+    }
+
+
 def _ernie4_5_moe(keys: Keys) -> dict[str, Any]:
     width, shared = (
         keys.need("expert_feed_forward_length"),
@@ -442,7 +458,8 @@ def _gpt_oss(keys: Keys) -> dict[str, Any]:
 
 BY_SIGMOID = {"expert_gating_func": 2.0}
 ROUTERS = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
-MIXTRAL = ("block_sparse_moe.", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"})
+W_MATRICES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+MIXTRAL = ("block_sparse_moe.", W_MATRICES)
 SPARSE_ROUTER = {"ffn_gate_inp": "block_sparse_moe.gate"}
 
 OF_QWEN3_5 = {
@@ -469,6 +486,23 @@ OF_LATENT = {
     "attn_kv_b": "self_attn.kv_b_proj",
     **ROUTERS,
     **_shared("shared_experts"),
+}
+
+W_EXPERTS = ("feed_forward.", W_MATRICES)
+OF_LFM2 = {
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.conv": "conv.conv",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "ffn_gate_inp": "feed_forward.gate",
+    "exp_probs_b.bias": "feed_forward.expert_bias",
 }
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -549,6 +583,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "mistral3": Architecture("ministral3", _mistral3, is_woven=True),
     "deepseek2": Architecture("deepseek_v3", _deepseek2, OF_LATENT),
+    "lfm2": Architecture("lfm2", _lfm2, OF_LFM2),
+    "lfm2moe": Architecture("lfm2_moe", _lfm2, OF_LFM2, W_EXPERTS, expects=BY_SIGMOID),
     "deepseek32": Architecture("deepseek_v32", _indexed, OF_LATENT),
     "glm-dsa": Architecture("glm_moe_dsa", _indexed, OF_LATENT),
     "gpt-oss": Architecture(

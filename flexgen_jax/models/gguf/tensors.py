@@ -23,6 +23,7 @@ TOP = {
     "output.weight": "lm_head.weight",
     "output_norm.weight": "model.norm.weight",
     "output_norm.bias": "model.norm.bias",
+    "token_embd_norm.weight": "model.embedding_norm.weight",
 }
 
 EXPERTS = {
@@ -41,6 +42,8 @@ USELESS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.
 
 ONE_ROW = ("moe_statics.e_score_correction_bias", "shared_expert_gate.weight")
 """Vectors that are matrices of one row in Hugging Face's files."""
+
+CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
 
 WITHOUT_END = ("e_score_correction_bias", "self_attn.sinks", "A_log", "dt_bias")
 """Parameters whose names have no ".weight" or ".bias"."""
@@ -95,7 +98,7 @@ class GgufTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         shape = self._parts[name].shape
-        if name.endswith("conv1d.weight"):  # Hugging Face's have one channel in each group
+        if name.endswith(CONVOLUTIONS):  # Hugging Face's have one channel in each group
             return shape[0], 1, shape[1]
         return (1, *shape) if len(shape) == 1 and name.endswith(ONE_ROW) else shape
 
