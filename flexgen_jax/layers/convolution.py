@@ -1,4 +1,4 @@
-"""Causal convolutions of each channel by itself, for layers that keep their last inputs."""
+"""Causal depthwise convolutions, for layers whose state is their last inputs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from flexgen_jax.layers.rotary import Rows
 
 
 def padding_of(rows: Rows, start: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
-    """Returns the padding before each row's first token, int32 [batch], of `tokens` tokens from
-    `start` on, and which tokens are real, bool [batch, token, 1]."""
+    """Returns the number of padding tokens in each row, int32 [batch], and whether tokens are real,
+    bool [batch, token, 1]. The rows are `tokens` tokens from index `start` on."""
     padding = jnp.clip(rows.first_valid - start, 0, tokens)
     return padding, (jnp.arange(tokens) >= padding[:, None])[..., None]
 
@@ -19,8 +19,8 @@ def after(columns: jax.Array, new: jax.Array, padding: jax.Array) -> jax.Array:
     """Returns a convolution's inputs, [batch, columns + token, channel]: each row's cached columns
     directly before its first real token.
 
-    padding: int32 [batch], the tokens before it. With two columns and one token of padding, a row
-    of the tokens 0, c, d becomes 0, a, b, c, d.
+    padding: int32 [batch], the tokens before it. With the columns "a b" and one token of padding, a
+    row "0 c d" becomes "0 a b c d".
     """
     width = columns.shape[1]
     joined = jnp.pad(new, ((0, 0), (width, 0), (0, 0)))
@@ -45,7 +45,7 @@ def convolved(joined: jax.Array, weights: jax.Array, tokens: int) -> jax.Array:
 
 
 def columns_after(joined: jax.Array, seen: jax.Array, width: int) -> jax.Array:
-    """Returns what the next token's sum needs, fp32 [batch, width - 1, channel], after the first
-    `seen` tokens, int32 []."""
+    """Returns the inputs that the next token needs, fp32 [batch, width - 1, channel]. seen: int32
+    [], the number of tokens until then."""
     window = jax.lax.dynamic_slice_in_dim(joined, seen, width - 1, axis=1)
     return window.astype(jnp.float32)

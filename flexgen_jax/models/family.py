@@ -132,6 +132,17 @@ class Family:
         return any(re.fullmatch(pattern, name) for pattern in (*self.ignored, *USELESS))
 
 
+def by_mixer(kind: type, of_kind: str | Find, of_others: str | Find) -> Find:
+    """Returns how to find a tensor that two types of layers have, each at a place of its own: those
+    whose mixer is of a kind, and others."""
+
+    def find(tensor: TensorSpec, parts: LayerParts) -> Stored:
+        stored = of_kind if isinstance(parts.mixer, kind) else of_others
+        return Stored(stored) if isinstance(stored, str) else stored(tensor, parts)
+
+    return find
+
+
 def joined(name: str, sizes: Callable[[LayerParts], Sequence[int]], index: int) -> Find:
     """Returns a finder for part `index` of tensors that are concatenated by rows."""
 

@@ -28,6 +28,13 @@ from tests.helpers.families import VARIANTS, Reference
 IDS = [int(n) for n in np.random.default_rng(0).integers(3, 96, 40)]
 
 
+KNOWN_AS = {
+    "Mistral4ForCausalLM": "Mistral3ForConditionalGeneration",
+    "Kimi_K25ForConditionalGeneration": "KimiK25ForConditionalGeneration",
+}
+"""Names of classes in llama.cpp's converter, where transformers has others."""
+
+
 def set_vocab(converter: Any) -> None:
     """Writes a vocabulary of numbered tokens, and one merge, which llama.cpp asks for."""
     names = ["t", "0", "t0", *(f"t{n}" for n in range(3, converter.hparams["vocab_size"]))]
@@ -44,8 +51,8 @@ def convert(folder: Path, file: Path, **options: Any) -> None:
     import gguf
     from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
 
-    raw = ModelBase.load_hparams(folder, False)
-    kind = get_model_class(get_model_architecture(raw, ModelType.TEXT), mmproj=False)
+    name = get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT)
+    kind = get_model_class(KNOWN_AS.get(name, name), mmproj=False)
     kind.set_vocab, kind.no_mtp = set_vocab, True
     converter = kind(folder, gguf.LlamaFileType.ALL_F32, file, eager=True, **options)
     for inner in (converter, getattr(converter, "impl", converter)):

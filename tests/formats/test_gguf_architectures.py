@@ -246,6 +246,21 @@ CASES: dict[str, tuple[str, dict[str, Any], Keys]] = {
             "expert_gating_func": 2,
         },
     ),
+    "mistral4": (
+        "mistral4",
+        HEADS | {"first_k_dense_replace": 0},
+        {
+            **LATENT_KEYS,
+            **YARN_KEYS,
+            "rope.scaling.original_context_length": 8,
+            "rope.scaling.yarn_log_multiplier": 0.1,
+            "attention.temperature_scale": 0.1,
+            "attention.temperature_length": 8,
+            "leading_dense_block_count": 0,
+            "expert_shared_count": 1,
+            "expert_weights_scale": 1.0,
+        },
+    ),
     "deepseek32": ("deepseek_v32", HEADS, {**INDEXED_KEYS}),
     "glm-dsa": ("glm_moe_dsa", HEADS, {**INDEXED_KEYS}),
     "gpt-oss": (

@@ -14,7 +14,7 @@ from flexgen_jax.models.family import (
     Family,
     Fields,
     Find,
-    Stored,
+    by_mixer,
     fused,
     pairs,
     pattern_of,
@@ -22,13 +22,11 @@ from flexgen_jax.models.family import (
 from flexgen_jax.models.parts import (
     ConfigError,
     ExpertsSpec,
-    LayerParts,
     MLPSpec,
     NormSpec,
     Routing,
 )
 from flexgen_jax.models.short_conv import ShortConvSpec
-from flexgen_jax.models.tensor_spec import TensorSpec
 
 KINDS = ("conv", "full_attention")
 
@@ -103,15 +101,6 @@ def _lfm2(raw: Mapping[str, Any]) -> ModelConfig:
     return replace(config, **pattern_of(kinds))
 
 
-def _by_type(of_conv: str, of_attention: str) -> Find:
-    """Returns how to find a tensor that both types of layers have, each at a place of its own."""
-
-    def find(_tensor: TensorSpec, parts: LayerParts) -> Stored:
-        return Stored(of_conv if isinstance(parts.mixer, ShortConvSpec) else of_attention)
-
-    return find
-
-
 FEED_FORWARD = f"{LAYER}.feed_forward"
 EXPERTS = f"{FEED_FORWARD}.experts"
 MATRICES = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -134,8 +123,8 @@ LFM2_NAMES: dict[str, str | Find] = {
     **pairs("decoder.{i}.attention.inputs", f"{LAYER}.conv.in_proj", LINEAR),
     "decoder.{i}.attention.weights": f"{LAYER}.conv.conv.weight",
     "decoder.{i}.attention.weights_bias": f"{LAYER}.conv.conv.bias",
-    "decoder.{i}.attention.out.kernel": _by_type(
-        f"{LAYER}.conv.out_proj.weight", f"{LAYER}.self_attn.out_proj.weight"
+    "decoder.{i}.attention.out.kernel": by_mixer(
+        ShortConvSpec, f"{LAYER}.conv.out_proj.weight", f"{LAYER}.self_attn.out_proj.weight"
     ),
     "decoder.{i}.attention.out.bias": f"{LAYER}.conv.out_proj.bias",
     **{

@@ -22,6 +22,7 @@ from flexgen_jax.models.family import (
     Fields,
     Find,
     Stored,
+    by_mixer,
     joined,
     pairs,
     pattern_of,
@@ -88,16 +89,6 @@ def _delta_net(parts: LayerParts) -> DeltaNetSpec:
     return parts.mixer
 
 
-def _by_type(of_state: str | Find, of_attention: str | Find) -> Find:
-    """Returns how to find a tensor that both types of layers have, each at a place of its own."""
-
-    def find(tensor: TensorSpec, parts: LayerParts) -> Stored:
-        stored = of_state if isinstance(parts.mixer, DeltaNetSpec) else of_attention
-        return Stored(stored) if isinstance(stored, str) else stored(tensor, parts)
-
-    return find
-
-
 def _by_key_head(name: str, index: int, sizes: Callable[[DeltaNetSpec], list[int]]) -> Find:
     """Returns how to find a tensor that is stored with others key head by key head.
 
@@ -140,8 +131,8 @@ SHARED_NAMES: dict[str, str | Find] = {
     "decoder.{i}.attention.fade_log": f"{STATE}.A_log",
     "decoder.{i}.attention.fade_bias": f"{STATE}.dt_bias",
     "decoder.{i}.attention.norm.scale": f"{STATE}.norm.weight",
-    "decoder.{i}.attention.out.kernel": _by_type(
-        f"{STATE}.out_proj.weight", f"{ATTENTION}.o_proj.weight"
+    "decoder.{i}.attention.out.kernel": by_mixer(
+        DeltaNetSpec, f"{STATE}.out_proj.weight", f"{ATTENTION}.o_proj.weight"
     ),
     "decoder.{i}.attention.q.bias": woven(f"{ATTENTION}.q_proj.bias", 0, 2),
     "decoder.{i}.attention.gate.kernel": woven(f"{ATTENTION}.q_proj.weight", 1, 2),
@@ -154,11 +145,15 @@ def _attention_names(of_state: list[Find]) -> dict[str, str | Find]:
     those of layers with a state."""
     queries, keys, values = of_state
     return {
-        "decoder.{i}.attention.q.kernel": _by_type(
-            queries, woven(f"{ATTENTION}.q_proj.weight", 0, 2)
+        "decoder.{i}.attention.q.kernel": by_mixer(
+            DeltaNetSpec, queries, woven(f"{ATTENTION}.q_proj.weight", 0, 2)
         ),
-        "decoder.{i}.attention.k.kernel": _by_type(keys, f"{ATTENTION}.k_proj.weight"),
-        "decoder.{i}.attention.v.kernel": _by_type(values, f"{ATTENTION}.v_proj.weight"),
+        "decoder.{i}.attention.k.kernel": by_mixer(
+            DeltaNetSpec, keys, f"{ATTENTION}.k_proj.weight"
+        ),
+        "decoder.{i}.attention.v.kernel": by_mixer(
+            DeltaNetSpec, values, f"{ATTENTION}.v_proj.weight"
+        ),
     }
 
 

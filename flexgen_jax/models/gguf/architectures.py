@@ -69,9 +69,8 @@ def layer_count(keys: Keys) -> int:
 
 
 def _types_of(keys: Keys, name: str, every: int, kinds: tuple[str, str]) -> list[str]:
-    """Returns the type of each layer: `kinds[0]` where an array says true, or else in all but one
-    of so many layers. `name`: of the array, or of their number; every: their number if there is
-    neither."""
+    """Returns the type of each layer. Metadata `name` is an array, where true means `kinds[0]`, or
+    a number n: every n-th layer is of `kinds[1]`. every: n, if there is no such metadata."""
     first, other = kinds
     layers, said = layer_count(keys), keys.maybe(name)
     if np.ndim(said):
@@ -365,7 +364,7 @@ def _deepseek2(keys: Keys) -> dict[str, Any]:
     by_sigmoid = int(keys.maybe("expert_gating_func") or 1 + is_corrected) == 2
     groups = int(keys.maybe("expert_group_count") or 1)
     has_groups = groups > 1
-    # Older files have the sizes of heads alone, newer ones also those of what is cached.
+    # Only newer files tell the sizes of heads from those of the cache.
     size, value = (
         keys.maybe(f"attention.{side}_length_mla") or keys.need(f"attention.{side}_length")
         for side in ("key", "value")
@@ -393,6 +392,17 @@ def _deepseek2(keys: Keys) -> dict[str, Any]:
         "first_k_dense_replace": kinds.index("sparse"),
         "topk_method": None if by_sigmoid else f"{'group_limited_' * has_groups}greedy",
     }
+
+
+def _mistral4(keys: Keys) -> dict[str, Any]:
+    """Mistral Small 4, which scales queries by position where the file says so."""
+    config = _deepseek2(keys) | {"model_type": "mistral4"}
+    beta = keys.maybe("attention.temperature_scale")
+    if beta:
+        rope = config["rope_parameters"]
+        keys.expect("attention.temperature_length", rope["original_max_position_embeddings"])
+        rope["llama_4_scaling_beta"] = float(beta)
+    return config
 
 
 def _indexed(keys: Keys) -> dict[str, Any]:
@@ -585,6 +595,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": Architecture("deepseek_v3", _deepseek2, OF_LATENT),
     "lfm2": Architecture("lfm2", _lfm2, OF_LFM2),
     "lfm2moe": Architecture("lfm2_moe", _lfm2, OF_LFM2, W_EXPERTS, expects=BY_SIGMOID),
+    "mistral4": Architecture("mistral4", _mistral4, OF_LATENT),
     "deepseek32": Architecture("deepseek_v32", _indexed, OF_LATENT),
     "glm-dsa": Architecture("glm_moe_dsa", _indexed, OF_LATENT),
     "gpt-oss": Architecture(

@@ -79,7 +79,7 @@ BY_LAYER = {
     "num_key_value_heads": "attention.head_count_kv",
     "intermediate_size": "feed_forward_length",
 }
-"""Fields for which files may have a value for each layer."""
+"""Fields with their metadata, which may be an array with a value for each layer."""
 
 NULL = ("q_lora_rank",)
 """Fields that are null where there is nothing, since transformers has another default."""
@@ -92,8 +92,8 @@ UNUSED = frozenset(
         *("attention.layer_norm_rms_epsilon", "hidden_activation", "no_rope_layer_step"),
     )
 )
-"""Metadata without effect on the logits of a text: sizes that tensors have too, sections of
-rotations for images, and what is for vectors of texts."""
+"""Metadata without effect on the logits of a text: sizes that the tensors show, sections of
+rotations for images, pooling and classifiers."""
 
 NEUTRAL: Mapping[str, float] = {
     "attention.causal": 1.0,

@@ -23,7 +23,7 @@ class Keys:
         return self.metadata.get(f"{self._begin}.{name}")
 
     def unread(self) -> dict[str, Any]:
-        """Returns the metadata for which nobody has asked."""
+        """Returns the metadata that nothing has read."""
         begin = f"{self._begin}."
         names = [name.removeprefix(begin) for name in self.metadata if name.startswith(begin)]
         return {name: self.metadata[begin + name] for name in names if name not in self._read}
@@ -96,7 +96,7 @@ def rope_of(keys: Keys) -> dict[str, Any]:
 
 
 def _yarn(keys: Keys, original: int | None, share: float | None) -> dict[str, Any]:
-    """Returns what YaRN has besides its factor."""
+    """Returns YaRN's parameters other than the factor."""
     fields: dict[str, Any] = {"original_max_position_embeddings": original or None}
     for name in ("beta_fast", "beta_slow"):
         fields[name] = keys.maybe(f"rope.scaling.yarn_{name}")

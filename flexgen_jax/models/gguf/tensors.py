@@ -35,7 +35,7 @@ EXPERTS = {
 """Matrices of all experts in a tensor, [expert, row, column]; of two, rows follow each other."""
 
 LATENT = ("attn_k_b", "attn_v_b")
-"""What makes keys and values of what is cached: [head, rank, element] and [head, element, rank]."""
+"""Up-projections of latent attention: keys [head, rank, element], values [head, element, rank]."""
 
 USELESS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors that the config says already; see `gguf.keys`."""
@@ -51,14 +51,14 @@ WITHOUT_END = ("e_score_correction_bias", "self_attn.sinks", "A_log", "dt_bias")
 
 INDEXER = "indexer."
 BLOCK = re.compile(r"blk\.(\d+)\.([a-z_0-9]+(?:\.[a-z_]+)??)(?:\.(weight|bias|scale))?")
-"""A layer, a part of it, and what of the part a tensor is."""
+"""The layer's number, the part's name, and "weight", "bias" or "scale"."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor as a part of one that is stored.
+    """A tensor within a stored one.
 
-    first: its first row; keys: of a matrix that makes keys and values, where the keys' half is.
+    first: the first row; keys: for `kv_b_proj`, the projection of keys.
     """
 
     entry: Entry
@@ -135,8 +135,8 @@ class GgufTensors:
         return whole.reshape(rows, pitch)
 
     def latent(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Returns rows [start, stop) of a matrix that makes keys and values, head by head, of what
-        is cached, fp32: files have the keys' half transposed, and apart."""
+        """Returns rows [start, stop) of `kv_b_proj` in fp32, head by head. Files store the
+        projection of keys by itself, and transposed."""
         part, rank = self._parts[name], self.shape(name)[1]
         assert part.keys is not None
         (_, _, key_size), (_, value_size, _) = part.keys.shape, part.entry.shape
@@ -177,8 +177,8 @@ class GgufTensors:
         return order.swapaxes(1, 2).reshape(-1)
 
     def _named(self, name: str, entry: Entry) -> Iterator[tuple[str, _Part]]:
-        """Yields the names that a tensor has in Hugging Face's files, one for each expert, and what
-        of it they are."""
+        """Yields the names that Hugging Face's files have for a stored tensor, one for each expert,
+        with the part that each name stands for."""
         match = BLOCK.fullmatch(name)
         if match is None:
             if name not in USELESS:
@@ -211,8 +211,8 @@ class GgufTensors:
 
 
 def _of_experts(names: Sequence[str], entry: Entry) -> Iterator[tuple[str, _Part, int]]:
-    """Yields the matrices, or vectors, of all experts in a tensor, where an expert's lie one after
-    the other: their names, what they are of the tensor, and the expert."""
+    """Yields the name, the part and the expert of each matrix, or vector, in a tensor of all
+    experts. The matrices of an expert are neighbours."""
     count, *shape = entry.shape
     each = shape[0] // len(names) if len(shape) > 1 else 1
     for expert in range(count):
