@@ -33,6 +33,8 @@ YARN_KEYS = {
     "rope.scaling.original_context_length": 24,
 }
 
+EVERY_SECOND = ["sliding_attention", "full_attention", "sliding_attention"]
+FULL = ["full_attention"] * 3
 STATE_KEYS = {
     "rope.dimension_count": 4,
     "ssm.conv_kernel": 4,
@@ -225,6 +227,18 @@ CASES: dict[str, tuple[str, dict[str, Any], Keys]] = {
             **LATENT_KEYS,
         },
     ),
+    "ernie4_5": ("ernie4_5", {"head_dim": 16}, {}),
+    "seed_oss": ("seed_oss", {"head_dim": 16}, {}),
+    "exaone4": (
+        "exaone4",
+        {"sliding_window": 6, "sliding_window_pattern": 2, "layer_types": EVERY_SECOND},
+        {
+            "attention.sliding_window": 6,
+            "attention.sliding_window_pattern": [True, False, True],
+        },
+    ),
+    "glm4": ("glm4", {"head_dim": 16}, {"rope.dimension_count": 8}),
+    "gemma": ("gemma", {"head_dim": 16, "tie_word_embeddings": True}, {}),
     "lfm2": (
         "lfm2",
         {"num_hidden_layers": 3},
@@ -273,6 +287,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Keys]] = {
 
 
 VARIANTS: dict[str, tuple[str, str, dict[str, Any], Keys]] = {
+    "no windows": ("exaone4", "exaone4", {"sliding_window": None, "layer_types": FULL}, {}),
     "biases": ("llama", "llama", {"attention_bias": True, "mlp_bias": True}, {}),
     "windows": (
         "olmo2",

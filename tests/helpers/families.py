@@ -410,6 +410,35 @@ VARIANTS: dict[str, tuple[str, tuple[dict[str, Any], ...]]] = {
             | {"shared_expert_intermediate_size": 8, "linear_conv_kernel_dim": 2, "head_dim": 8},
         ),
     ),
+    "ernie4_5": (
+        "Ernie4_5",
+        ({"head_dim": 16}, {"head_dim": 8, "use_bias": True, "tie_word_embeddings": False}),
+    ),
+    "seed_oss": (
+        "SeedOss",
+        (
+            {"head_dim": 16},
+            {
+                "head_dim": 8,
+                "attention_bias": False,
+                "attention_out_bias": True,
+                "mlp_bias": True,
+                "tie_word_embeddings": True,
+            },
+        ),
+    ),
+    "exaone4": (
+        "Exaone4",
+        (
+            {"sliding_window": 6, "sliding_window_pattern": 2},
+            {"sliding_window": None, "layer_types": ["full_attention"] * 3, **LLAMA3},
+        ),
+    ),
+    "glm4": ("Glm4", ({"head_dim": 16}, {"head_dim": 8, "attention_bias": False})),
+    "gemma": (
+        "Gemma",
+        ({"head_dim": 16}, {"head_dim": 8, "attention_bias": True, "hidden_act": "gelu"}),
+    ),
     "lfm2": (
         "Lfm2",
         (

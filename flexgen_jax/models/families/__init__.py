@@ -13,7 +13,18 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.families.dense import MISTRAL, OLMO2, OLMO3, PHI3, SMOLLM3, STARCODER2
+from flexgen_jax.models.families.dense import (
+    ERNIE4_5,
+    EXAONE4,
+    GLM4,
+    MISTRAL,
+    OLMO2,
+    OLMO3,
+    PHI3,
+    SEED_OSS,
+    SMOLLM3,
+    STARCODER2,
+)
 from flexgen_jax.models.families.experts import (
     ERNIE4_5_MOE,
     GLM4_MOE,
@@ -22,7 +33,7 @@ from flexgen_jax.models.families.experts import (
     MINIMAX_M2,
     MIXTRAL,
 )
-from flexgen_jax.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_SEEING
+from flexgen_jax.models.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_SEEING
 from flexgen_jax.models.families.gemma4 import GEMMA4, GEMMA4_TEXT, GEMMA4_UNIFIED
 from flexgen_jax.models.families.latent import (
     DEEPSEEK_V2,
@@ -95,6 +106,11 @@ FAMILIES: dict[str, Family] = {
         QWEN3_VL,
         QWEN3_VL_MOE,
         QWEN3_NEXT,
+        ERNIE4_5,
+        SEED_OSS,
+        EXAONE4,
+        GLM4,
+        GEMMA,
         LFM2,
         LFM2_MOE,
         QWEN3_5,
@@ -242,7 +258,6 @@ MISSING: Mapping[str, tuple[str, str]] = {
     "deepseek_v4": ("deepseek_v32", "compressed and hyper-connected attention"),
     "qwen2_vl": ("qwen2", "its prefixes and rotary sections"),
     "qwen2_5_vl": ("qwen2", "its prefixes and rotary sections"),
-    "glm4": ("llama", "interleaved rotary embeddings with norms on the results"),
     "glm4v_moe": ("glm4_moe", "its prefixes and rotary sections"),
     "cohere2": ("llama", "a parallel block with interleaved rotary embeddings"),
     "gpt2": ("opt", "kernels that are stored transposed and joined"),

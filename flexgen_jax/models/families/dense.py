@@ -1,4 +1,5 @@
-"""Models of LLaMA's shape without experts: Mistral, Phi-3, OLMo, SmolLM3, StarCoder2."""
+"""Models of LLaMA's shape without experts: Mistral, Phi-3, OLMo, SmolLM3, StarCoder2, ERNIE 4.5,
+Seed-OSS, EXAONE 4, GLM-4."""
 
 from __future__ import annotations
 
@@ -94,7 +95,75 @@ def _starcoder2(raw: Mapping[str, Any]) -> ModelConfig:
     return read_llama(raw, attention, mlp, model, ids={"bos": 50256, "eos": 50256})
 
 
+def _ernie4_5(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads the dense models of ERNIE 4.5, whose rotary embeddings turn neighbours."""
+    raw = {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, **raw}
+    raw = {"tie_word_embeddings": True, **raw}
+    bias = bool(raw.get("use_bias", False))
+    attention = {"qkv_bias": bias, "out_bias": bias, "is_interleaved": True}
+    return read_llama(raw, attention, {"bias": bias}, ids={"bos": 1, "eos": 2})
+
+
+def _seed_oss(raw: Mapping[str, Any]) -> ModelConfig:
+    raw = {"head_dim": 128, **raw}
+    attention = {
+        "qkv_bias": bool(raw.get("attention_bias", True)),
+        "out_bias": bool(raw.get("attention_out_bias", False)),
+    }
+    mlp = {"bias": bool(raw.get("mlp_bias", False))}
+    return read_llama(raw, attention, mlp, ids={"bos": 0, "eos": 2})
+
+
+def _exaone4(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads EXAONE 4: of a model with windows, layers that see all tokens have no positions."""
+    raw = {"rms_norm_eps": 1e-5, "sliding_window": DEFAULT_WINDOW, **raw}
+    layers, every = Fields(raw).count("num_hidden_layers"), raw.get("sliding_window_pattern", 4)
+    has_windows = raw["sliding_window"] is not None
+    if isinstance(every, str):  # such as "LLLG"
+        every = len(every)
+    types = raw.get("layer_types") or (
+        full_every(every, layers) if has_windows else ["full_attention"] * layers
+    )
+    attention = {
+        "qkv_bias": False,
+        "out_bias": False,
+        "qk_norm": "head",
+        "windows": windows_of(raw, types),
+        "rotates": [not has_windows or t == "sliding_attention" for t in types],
+    }
+    return read_llama(raw, attention, model={"norm_place": "result"}, ids={"bos": 0, "eos": 2})
+
+
+def _glm4(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads GLM-4-0414 and GLM-Z1."""
+    raw = {"head_dim": 128, "rms_norm_eps": 1.5625e-07, "partial_rotary_factor": 0.5, **raw}
+    attention = {
+        "qkv_bias": bool(raw.get("attention_bias", True)),
+        "out_bias": False,
+        "rotates_part": True,
+        "is_interleaved": True,
+    }
+    ids = {"eos": [151329, 151336, 151338]}
+    return read_llama(raw, attention, model={"norm_place": "around"}, ids=ids)
+
+
 MISTRAL = Family("mistral", mistral, NAMES)
+
+ERNIE4_5 = Family("ernie4_5", _ernie4_5, NAMES)
+
+SEED_OSS = Family("seed_oss", _seed_oss, NAMES)
+
+
+def _widths(parts: LayerParts) -> tuple[int, ...]:
+    assert isinstance(parts.mlp, MLPSpec)
+    return (parts.mlp.width,) * 2
+
+
+GATE_UP: dict[str, str | Find] = {
+    f"decoder.{{i}}.mlp.{side}.kernel": joined(f"{LAYER}.mlp.gate_up_proj.weight", _widths, n)
+    for n, side in enumerate(("gate", "up"))
+}
+"""The two matrices of a gated block, stored as one."""
 
 
 def _phi3_names() -> dict[str, str | Find]:
@@ -102,17 +171,12 @@ def _phi3_names() -> dict[str, str | Find]:
         heads = parts.attention
         return heads.query_size, heads.kv_size, heads.kv_size
 
-    def widths(parts: LayerParts) -> tuple[int, ...]:
-        assert isinstance(parts.mlp, MLPSpec)
-        return (parts.mlp.width,) * 2
-
-    qkv, gate_up = f"{LAYER}.self_attn.qkv_proj.weight", f"{LAYER}.mlp.gate_up_proj.weight"
+    qkv = f"{LAYER}.self_attn.qkv_proj.weight"
     return NAMES | {
         "decoder.{i}.attention.q.kernel": joined(qkv, attention, 0),
         "decoder.{i}.attention.k.kernel": joined(qkv, attention, 1),
         "decoder.{i}.attention.v.kernel": joined(qkv, attention, 2),
-        "decoder.{i}.mlp.gate.kernel": joined(gate_up, widths, 0),
-        "decoder.{i}.mlp.up.kernel": joined(gate_up, widths, 1),
+        **GATE_UP,
     }
 
 
@@ -129,6 +193,19 @@ OLMO2 = Family(
 )
 
 OLMO3 = Family("olmo3", _olmo3, OLMO2.names)
+
+EXAONE4 = Family("exaone4", _exaone4, OLMO2.names)
+
+GLM4 = Family(
+    "glm4",
+    _glm4,
+    NAMES
+    | {
+        **GATE_UP,
+        **pairs("decoder.{i}.attention_result_norm", f"{LAYER}.post_self_attn_layernorm", NORM),
+        **pairs("decoder.{i}.mlp_result_norm", f"{LAYER}.post_mlp_layernorm", NORM),
+    },
+)
 
 SMOLLM3 = Family("smollm3", _smollm3, NAMES)
 

@@ -1,4 +1,4 @@
-"""Gemma 2 and 3."""
+"""Gemma 1 to 3."""
 
 from __future__ import annotations
 
@@ -30,6 +30,21 @@ def _gemma(raw: Mapping[str, Any], attention: Mapping[str, Any]) -> ModelConfig:
     }
     ids = {"bos": 2, "eos": 1}
     return read_llama(raw, mine | dict(attention), {"activation": activation}, model, ids)
+
+
+def _gemma1(raw: Mapping[str, Any]) -> ModelConfig:
+    """Reads the first Gemma, whose first configs say "gelu" for its approximation."""
+    raw = {"head_dim": 256, **raw}
+    fields, bias = Fields(raw), bool(raw.get("attention_bias", False))
+    activation = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu"
+    model = {
+        "norm": NormSpec(is_rms=True, eps=fields.number("rms_norm_eps", 1e-6), offset=1.0),
+        "embed_scale": fields.count("hidden_size") ** 0.5,
+        "tied_head": bool(raw.get("tie_word_embeddings", True)),
+    }
+    mlp = {"activation": "gelu_pytorch_tanh" if activation == "gelu" else activation}
+    attention = {"qkv_bias": bias, "out_bias": bias}
+    return read_llama(raw, attention, mlp, model, {"bos": 2, "eos": 1})
 
 
 def _gemma2(raw: Mapping[str, Any]) -> ModelConfig:
@@ -68,6 +83,8 @@ _GEMMA_NAMES = NAMES | {
     **pairs("decoder.{i}.mlp_norm", f"{LAYER}.pre_feedforward_layernorm", NORM),
     **pairs("decoder.{i}.mlp_result_norm", f"{LAYER}.post_feedforward_layernorm", NORM),
 }
+
+GEMMA = Family("gemma", _gemma1, NAMES)
 
 GEMMA2 = Family("gemma2", _gemma2, _GEMMA_NAMES)
 

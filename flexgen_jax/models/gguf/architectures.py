@@ -394,6 +394,30 @@ def _deepseek2(keys: Keys) -> dict[str, Any]:
     }
 
 
+def _attention_biases(keys: Keys) -> dict[str, Any]:
+    """Whether products have biases, in the fields of several families."""
+    return {
+        "attention_bias": keys.has("blk.0.attn_q.bias"),
+        "attention_out_bias": keys.has("blk.0.attn_output.bias"),
+        "use_bias": keys.has("blk.0.attn_q.bias"),
+        "mlp_bias": keys.has("blk.0.ffn_up.bias"),
+    }
+
+
+def _exaone4(keys: Keys) -> dict[str, Any]:
+    """EXAONE 4, whose small models have no windows."""
+    window = keys.maybe("attention.sliding_window") or None
+    layers = layer_count(keys)
+    return {
+        "sliding_window": window,
+        "layer_types": _windows(keys, 4) if window else ["full_attention"] * layers,
+    }
+
+
+def _glm4(keys: Keys) -> dict[str, Any]:
+    return _partial_rope(keys) | _attention_biases(keys)
+
+
 def _mistral4(keys: Keys) -> dict[str, Any]:
     """Mistral Small 4, which scales queries by position where the file says so."""
     config = _deepseek2(keys) | {"model_type": "mistral4"}
@@ -596,6 +620,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "lfm2": Architecture("lfm2", _lfm2, OF_LFM2),
     "lfm2moe": Architecture("lfm2_moe", _lfm2, OF_LFM2, W_EXPERTS, expects=BY_SIGMOID),
     "mistral4": Architecture("mistral4", _mistral4, OF_LATENT),
+    "ernie4_5": Architecture("ernie4_5", _attention_biases),
+    "seed_oss": Architecture(
+        "seed_oss", _attention_biases, {"post_attention_norm": "post_attention_layernorm"}
+    ),
+    "exaone4": Architecture("exaone4", _exaone4, POST_NORMS),
+    "glm4": Architecture(
+        "glm4",
+        _glm4,
+        {
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+    ),
+    "gemma": Architecture("gemma", _attention_biases, adds_one=True),
     "deepseek32": Architecture("deepseek_v32", _indexed, OF_LATENT),
     "glm-dsa": Architecture("glm_moe_dsa", _indexed, OF_LATENT),
     "gpt-oss": Architecture(

@@ -81,7 +81,7 @@ BY_LAYER = {
 }
 """Fields with their metadata, which may be an array with a value for each layer."""
 
-NULL = ("q_lora_rank",)
+NULL = ("q_lora_rank", "sliding_window")
 """Fields that are null where there is nothing, since transformers has another default."""
 
 UNUSED = frozenset(
