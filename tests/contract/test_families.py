@@ -63,7 +63,7 @@ def family_cases() -> list[Any]:
         for number, family in enumerate(WITH_EXPERTS)
     )
     other_modules = zip(("gemma4", "deepseek_v2"), cases(PLACEMENT_AXES, seed=1), strict=False)
-    other_caches = ("gpt_oss", "deepseek_v3", "qwen3_5")
+    other_caches = ("gpt_oss", "deepseek_v3", "qwen3_5", "lfm2")
     return [
         *(named("placed", family, 0, case) for family, case in quick),
         *(named("placed", family, 1, case) for family, case in other_modules),
