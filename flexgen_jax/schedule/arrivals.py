@@ -41,6 +41,19 @@ class Planned:
         return False
 
 
+class Again(Planned):
+    """The batches of a plan, and after all have left the prompts of the same batches."""
+
+    def __init__(self, plan: BlockPlan, tokens: Sequence[int]) -> None:
+        super().__init__(plan, tokens)
+        self._second = Planned(plan, (0,))
+
+    def enter(self, going: Sequence[Running], max_batches: int | None) -> Sequence[Running]:
+        if self._waiting:
+            return super().enter(going, max_batches)
+        return () if going else self._second.enter(going, max_batches)
+
+
 class Alone(Planned):
     """The prompts of a plan's largest batch, which enters after all other batches have left."""
 

@@ -17,7 +17,7 @@ from flexgen_jax.policy.plan import BlockPlan
 from flexgen_jax.policy.policy import GREEDY, SAMPLE_AND_READ, SCORE, TIERS, HeadUse, Tier
 from flexgen_jax.policy.shapes import Setting
 from flexgen_jax.schedule.admission import block_of
-from flexgen_jax.schedule.arrivals import Alone, LastOneLate, Planned
+from flexgen_jax.schedule.arrivals import Again, Alone, LastOneLate, Planned
 from flexgen_jax.schedule.backend import Inputs, Part
 from flexgen_jax.schedule.cache_blocks import PENDING_WRITES
 from flexgen_jax.schedule.ledger import Ledger
@@ -137,6 +137,8 @@ def peak_bytes(
 def _orders_of_arrival(plan: BlockPlan, tokens: Sequence[int]) -> Iterator[Planned]:
     """Yields the admissions of batches that need the most memory."""
     yield Planned(plan, tokens)
+    if plan.policy.weights.disk:  # embedding and head are read once, and then kept in buffers
+        yield Again(plan, tokens)
     if plan.policy.order.waits:
         return
     # Its last chunk coincides with the others' second to last token, when they hold most.
