@@ -45,8 +45,11 @@ FEW_ROWS = MOST
 
 FEW_ROUNDED = 8
 """Up to this many rows, weights in the paper's format are not rounded to integers: that would take
-longer than the product does without. AVX2 multiplies by their codes, and rounds rows only. Up to as
-many, steps of rows are rounded where the processor multiplies pairs of bfloat16."""
+longer than the product does without. AVX2 multiplies by their codes, and rounds rows only."""
+
+FEW_STEPS = 8
+"""Up to this many rows, steps of rows are rounded for codes that do not lie in lanes, where the
+processor multiplies pairs of bfloat16."""
 
 MOST_ROUNDED = 16 if host().has_wide_vectors else 64
 """Up to this many rows, products of integers with the codes of weights that are grouped along their
@@ -160,14 +163,14 @@ def gains_by_rounding(x: jax.Array, kernel: Kept) -> bool:
 def _gains_by_rounding_steps(rows: int, kernel: Kept) -> bool:
     """Does what `gains_by_rounding` does for kernels that are grouped along their input. With
     vectors of 512 bits and no products of four bytes, many rows are multiplied faster in fp32."""
-    grouping, fours = _grouping(kernel), host().multiplies_bytes
+    grouping, rounding = _grouping(kernel), _rounding()
     if grouping is None or tile_unit() == "amx":
         return False
-    has_tiles = grouping.has_integer_tiles(_rounding())
-    if has_tiles and (fours or not host().has_wide_vectors):
+    has_fast_tiles = rounding == "fours" or not host().has_wide_vectors
+    if has_fast_tiles and grouping.has_integer_tiles(rounding):
         return True
     is_fast = grouping.in_lanes or tile_unit() == "fma"
-    return rows <= (MOST_ROUNDED if is_fast else FEW_ROUNDED)
+    return rows <= (MOST_ROUNDED if is_fast else FEW_STEPS)
 
 
 def _rounded(target: str, rows: jax.Array) -> list[jax.Array]:

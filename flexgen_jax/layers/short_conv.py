@@ -16,7 +16,7 @@ from flexgen_jax.models.short_conv import ShortConvSpec
 
 
 class ShortConv(nn.Module):
-    """A layer whose state are its last inputs; see `ShortConvSpec`."""
+    """A layer that keeps its last inputs as its state; see `ShortConvSpec`."""
 
     config: ModelConfig
     spec: ShortConvSpec

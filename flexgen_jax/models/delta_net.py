@@ -19,8 +19,8 @@ class DeltaNetSpec:
     removes the value stored at its key, and adds its own value there. Value heads share heads of
     queries and keys, consecutive ones form a group. Before that, each element of queries, keys and
     values is a weighted sum of its last `width` tokens. The result is normalised and multiplied
-    with a gate. are_tiled: consecutive value heads have consecutive heads of queries and keys, over
-    and over, as in GGUF files; else consecutive ones share one.
+    with a gate. are_tiled: whether value head j belongs to key head j % key_heads, as in GGUF
+    files, and not to key head j // group.
     """
 
     key_heads: int

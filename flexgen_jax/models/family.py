@@ -10,7 +10,7 @@ from math import log, sqrt
 from typing import Any
 
 from flexgen_jax.models.config import ModelConfig
-from flexgen_jax.models.parts import ConfigError, ExpertsSpec, LayerParts, Rotary
+from flexgen_jax.models.parts import ConfigError, ExpertsSpec, LayerParts, Mixer, Rotary
 from flexgen_jax.models.tensor_spec import TensorSpec
 
 
@@ -414,6 +414,27 @@ def pairs(ours: str, theirs: str, parts: Mapping[str, str]) -> dict[str, str]:
 
 LINEAR = {"kernel": "weight", "bias": "bias"}
 NORM = {"scale": "weight", "bias": "bias"}
+
+
+def layer_types(raw: Mapping[str, Any], usual: Sequence[str], kinds: tuple[str, str]) -> list[str]:
+    """Returns the type of each layer, one of two `kinds`; usual: of a config without them."""
+    types = list(raw.get("layer_types") or usual)
+    if set(types) - {*kinds} or len(types) != len(usual):
+        raise ConfigError(
+            f"layer_types must have {kinds[0]!r} or {kinds[1]!r} for each of {len(usual)} layers, "
+            f"not {types}"
+        )
+    return types
+
+
+def with_mixer(config: ModelConfig, mixer: Mixer, has_mixer: Sequence[bool]) -> ModelConfig:
+    """Returns a config with another mixer in some layers; has_mixer: whether each layer has it."""
+    kinds = [config.kinds[number] for number in config.pattern]
+    kinds = [
+        replace(kind, mixer=mixer) if has else kind
+        for kind, has in zip(kinds, has_mixer, strict=True)
+    ]
+    return replace(config, **pattern_of(kinds))
 
 
 def pattern_of(kinds: Sequence[LayerParts]) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from flexgen_jax.models.parts import ConfigError, StateLeaf, linear
 class ShortConvSpec:
     """The short convolution of LFM2 (Liquid AI 2025, "LFM2 Technical Report", section 2).
 
-    Of a token x come three vectors of `channels` elements: an input gate, an output gate and a
-    value. Each channel of the gated values is a weighted sum of its last `width` tokens, which the
-    output gate multiplies. has_bias: of the products and the sum.
+    A product makes three vectors of `channels` elements of each token: an input gate, an output
+    gate and a value. The input gate multiplies the value. Then each channel is a weighted sum of
+    its last `width` tokens, which the output gate multiplies. has_bias: whether products and sums
+    have a bias.
     """
 
     channels: int
@@ -46,4 +47,5 @@ class ShortConvSpec:
         ]
 
     def prefill_flops(self, batch: int, tokens: int, before: int = 0) -> float:
+        """Returns the FLOPs of gates and weighted sums."""
         return 2.0 * batch * tokens * self.channels * (self.width + 1)

@@ -42,7 +42,7 @@ class Planned:
 
 
 class Again(Planned):
-    """The batches of a plan, and after all have left the prompts of the same batches."""
+    """The batches of a plan. When all have left, the prompts of the same batches enter."""
 
     def __init__(self, plan: BlockPlan, tokens: Sequence[int]) -> None:
         super().__init__(plan, tokens)

@@ -136,9 +136,8 @@ def peak_bytes(
 
 def _orders_of_arrival(plan: BlockPlan, tokens: Sequence[int]) -> Iterator[Planned]:
     """Yields the admissions of batches that need the most memory."""
-    yield Planned(plan, tokens)
-    if plan.policy.weights.disk:  # embedding and head are read once, and then kept in buffers
-        yield Again(plan, tokens)
+    # Embedding and head are read from disk once, and then stay in buffers.
+    yield Again(plan, tokens) if plan.policy.weights.disk else Planned(plan, tokens)
     if plan.policy.order.waits:
         return
     # Its last chunk coincides with the others' second to last token, when they hold most.

@@ -46,7 +46,7 @@ def set_vocab(converter: Any) -> None:
     writer.add_token_merges(["t 0"])
 
 
-def convert(folder: Path, file: Path, **options: Any) -> None:
+def convert(folder: Path, file: Path) -> None:
     """Converts a folder as llama.cpp's `convert_hf_to_gguf.py` does, in fp32."""
     import gguf
     from conversion import ModelBase, ModelType, get_model_architecture, get_model_class
@@ -54,7 +54,7 @@ def convert(folder: Path, file: Path, **options: Any) -> None:
     name = get_model_architecture(ModelBase.load_hparams(folder, False), ModelType.TEXT)
     kind = get_model_class(KNOWN_AS.get(name, name), mmproj=False)
     kind.set_vocab, kind.no_mtp = set_vocab, True
-    converter = kind(folder, gguf.LlamaFileType.ALL_F32, file, eager=True, **options)
+    converter = kind(folder, gguf.LlamaFileType.ALL_F32, file, eager=True)
     for inner in (converter, getattr(converter, "impl", converter)):
         type(inner).set_vocab = set_vocab
     converter.write()
@@ -87,13 +87,13 @@ def ours(file: Path) -> np.ndarray:
         return np.asarray(llm.score(prompt_token_ids=[IDS])[0].logprobs)
 
 
-def checked(family: str, variant: int, **options: Any) -> str:
+def checked(family: str, variant: int) -> str:
     """Returns what became of a variant."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             reference = Reference(Path(folder) / "hf", family, variant)
             file = Path(folder) / "model.gguf"
-            convert(reference.folder, file, **options)
+            convert(reference.folder, file)
         except Exception as error:  # theirs: any of the converter
             return f"not converted: {type(error).__name__}: {str(error)[:100]}"
         right = reference.logprobs(IDS)

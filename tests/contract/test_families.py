@@ -31,6 +31,16 @@ ALL_AT_ONCE = Case(
 """Sinks, compressed caches and recurrent states meet all of these."""
 
 
+ONE_AFTER_THE_OTHER = Case(
+    weights=(30, 40),
+    activations=(0, 0),
+    schedule="zigzag",
+    loads="ondemand",
+    batches=1,
+    loses="bits",
+)
+"""Prompts of a second batch group meet the head's buffers, which the first one has filled."""
+
 EXPERTS_ON_HOST = Case(
     weights=(0, 60), unified=False, host_experts=0.5, batches=1, has_mixed_lengths=True
 )
@@ -68,6 +78,7 @@ def family_cases() -> list[Any]:
         *(named("placed", family, 0, case) for family, case in quick),
         *(named("placed", family, 1, case) for family, case in other_modules),
         *(named("all", family, 0, ALL_AT_ONCE) for family in other_caches),
+        named("groups", "qwen3", 0, ONE_AFTER_THE_OTHER),
         *on_host,
         *slow,
     ]

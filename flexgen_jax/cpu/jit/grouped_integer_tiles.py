@@ -2,10 +2,10 @@
 4 or 8 bits that are grouped along their input.
 
 Rows are rounded as in `grouped_integers`. The codes of 16 columns are laid side by side, four
-elements of a column in a word, so that a vector has 16 columns, or 8. Products of one step of 32
-elements are added up in 32 bits where the processor adds up four of them, else in 16 bits, which
-are widened once. Then they are multiplied with the scales of these columns. With elements a0 .. a31
-of column a, and so on, a step is
+elements of a column in a word, so that a vector has 16 columns, or 8. The products of a step of 32
+elements are added up in 32 bits if the processor sums four products at a time. Else they are added
+up in 16 bits and widened once. Then they are multiplied with the scales of these columns. With
+elements a0 .. a31 of column a, and so on, a step is
 
     a0 a1 a2 a3 b0 b1 b2 b3 ... h3 | i0 .. p3      16 columns, elements 0 to 3
     a4 a5 a6 a7 b4 b5 b6 b7 ... h7 | i4 .. p7      elements 4 to 7, and six more such lines

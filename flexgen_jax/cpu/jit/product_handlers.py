@@ -124,7 +124,7 @@ def _emit_grouped(
     limits, count = call.limits(operands.columns, PAIR), operands.count
     plain = _grouped_weights(of, call, operands.depth)
     if of.in_lanes:
-        _emit_lanes(of, operands, plain, (unit, rounding), limits)
+        _emit_lanes(operands, plain, unit, rounding, limits)
         return
     if rounding:
         by_fours, has_tiles = rounding == "fours", of.has_integer_tiles(rounding)
@@ -145,14 +145,13 @@ def _emit_grouped(
 
 
 def _emit_lanes(
-    of: Grouping,
     operands: Operands,
     weights: GroupedWeights,
-    how: tuple[str, Rounding],
+    unit: str,
+    rounding: Rounding,
     limits: tuple[Value, Value],
 ) -> None:
-    (unit, rounding), k = how, operands.k
-    has_tiles = of.has_integer_tiles(rounding)
+    k, has_tiles = operands.k, weights.factors.of.has_integer_tiles(rounding)
     few = max_lane_rows(weights.codes.bits, k.processor)
     few = FEW_OF_TILES if has_tiles else MOST if rounding else few
     with k.when(operands.count <= few):

@@ -117,7 +117,7 @@ def _seed_oss(raw: Mapping[str, Any]) -> ModelConfig:
 def _exaone4(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads EXAONE 4: of a model with windows, layers that see all tokens have no positions."""
     raw = {"rms_norm_eps": 1e-5, "sliding_window": DEFAULT_WINDOW, **raw}
-    layers, every = Fields(raw).count("num_hidden_layers"), raw.get("sliding_window_pattern", 4)
+    layers, every = Fields(raw).count("num_hidden_layers"), raw.get("sliding_window_pattern") or 4
     has_windows = raw["sliding_window"] is not None
     if isinstance(every, str):  # such as "LLLG"
         every = len(every)

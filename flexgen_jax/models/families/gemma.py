@@ -8,10 +8,12 @@ from typing import Any
 from flexgen_jax.models.config import ModelConfig
 from flexgen_jax.models.families.llama import LAYER, NAMES, full_every, read_llama, windows_of
 from flexgen_jax.models.family import NORM, SEEING, Family, Fields, pairs, with_text
-from flexgen_jax.models.parts import NormSpec
+from flexgen_jax.models.parts import NormPlace, NormSpec
 
 
-def _gemma(raw: Mapping[str, Any], attention: Mapping[str, Any]) -> ModelConfig:
+def _gemma(
+    raw: Mapping[str, Any], attention: Mapping[str, Any], norm_place: NormPlace = "around"
+) -> ModelConfig:
     fields = Fields(raw)
     hidden, scalar = fields.count("hidden_size"), fields.number("query_pre_attn_scalar", 256)
     mine = {
@@ -23,7 +25,7 @@ def _gemma(raw: Mapping[str, Any], attention: Mapping[str, Any]) -> ModelConfig:
     activation = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
     model = {
         "norm": NormSpec(is_rms=True, eps=fields.number("rms_norm_eps", 1e-6), offset=1.0),
-        "norm_place": "around",
+        "norm_place": norm_place,
         "embed_scale": hidden**0.5,
         "logit_softcap": raw.get("final_logit_softcapping"),
         "tied_head": bool(raw.get("tie_word_embeddings", True)),
@@ -35,16 +37,10 @@ def _gemma(raw: Mapping[str, Any], attention: Mapping[str, Any]) -> ModelConfig:
 def _gemma1(raw: Mapping[str, Any]) -> ModelConfig:
     """Reads the first Gemma, whose first configs say "gelu" for its approximation."""
     raw = {"head_dim": 256, **raw}
-    fields, bias = Fields(raw), bool(raw.get("attention_bias", False))
-    activation = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu"
-    model = {
-        "norm": NormSpec(is_rms=True, eps=fields.number("rms_norm_eps", 1e-6), offset=1.0),
-        "embed_scale": fields.count("hidden_size") ** 0.5,
-        "tied_head": bool(raw.get("tie_word_embeddings", True)),
-    }
-    mlp = {"activation": "gelu_pytorch_tanh" if activation == "gelu" else activation}
-    attention = {"qkv_bias": bias, "out_bias": bias}
-    return read_llama(raw, attention, mlp, model, {"bos": 2, "eos": 1})
+    raw = {**raw, "query_pre_attn_scalar": Fields(raw).count("head_dim")}
+    if (raw.get("hidden_activation") or raw.get("hidden_act")) == "gelu":
+        raw["hidden_activation"] = "gelu_pytorch_tanh"
+    return _gemma(raw, {}, norm_place="before")
 
 
 def _gemma2(raw: Mapping[str, Any]) -> ModelConfig:

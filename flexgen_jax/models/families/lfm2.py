@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from flexgen_jax.models.config import ModelConfig
@@ -16,38 +15,20 @@ from flexgen_jax.models.family import (
     Find,
     by_mixer,
     fused,
+    layer_types,
     pairs,
-    pattern_of,
+    with_mixer,
 )
-from flexgen_jax.models.parts import (
-    ConfigError,
-    ExpertsSpec,
-    MLPSpec,
-    NormSpec,
-    Routing,
-)
+from flexgen_jax.models.parts import ExpertsSpec, MLPSpec, NormSpec, Routing
 from flexgen_jax.models.short_conv import ShortConvSpec
 
 KINDS = ("conv", "full_attention")
 
 
-def _types(raw: Mapping[str, Any], layers: int) -> list[str]:
-    """Returns the type of each layer; older configs number those that attend."""
-    attending = raw.get("full_attn_idxs")
-    attending = range(layers) if attending is None else attending
-    types = raw.get("layer_types") or [KINDS[i in attending] for i in range(layers)]
-    if set(types) - {*KINDS} or len(types) != layers:
-        raise ConfigError(
-            f"layer_types must have 'conv' or 'full_attention' for each of {layers} layers, not "
-            f"{types}"
-        )
-    return list(types)
-
-
-def _width(fields: Fields) -> int:
-    """Returns the width of the dense blocks, which LFM2's configs may give for blocks without
-    gates."""
-    raw = fields.raw
+def _width(raw: Mapping[str, Any]) -> int:
+    """Returns the width of the dense blocks. LFM2's configs may state that of a block without
+    gates, which has as many elements."""
+    fields = Fields(raw)
     width = int(raw.get("block_ff_dim") or fields.count("intermediate_size", 12288))
     if raw["model_type"] == "lfm2_moe" or not raw.get("block_auto_adjust_ff_dim", True):
         return width
@@ -60,7 +41,7 @@ def _width(fields: Fields) -> int:
 
 
 def _blocks(fields: Fields, layers: int) -> list[MLPSpec | ExpertsSpec]:
-    dense = replace(gated(fields, "hidden_size"), width=_width(fields))
+    dense = gated(fields, "intermediate_size")
     if fields.raw["model_type"] == "lfm2":
         return [dense] * layers
     experts = ExpertsSpec(
@@ -81,6 +62,7 @@ def _blocks(fields: Fields, layers: int) -> list[MLPSpec | ExpertsSpec]:
 def _lfm2(raw: Mapping[str, Any]) -> ModelConfig:
     tied = raw.get("tie_embedding", raw.get("tie_word_embeddings", True))
     raw = {"rope_theta": 1000000.0, **raw, "tie_word_embeddings": tied}
+    raw["intermediate_size"] = _width(raw)
     fields = Fields(raw)
     layers, hidden = fields.count("num_hidden_layers"), fields.count("hidden_size")
     attention = {
@@ -93,12 +75,10 @@ def _lfm2(raw: Mapping[str, Any]) -> ModelConfig:
     config = read_llama(raw, attention, model={"norm": norm}, ids={"bos": 1, "eos": 2})
     width, bias = fields.count("conv_L_cache", 3), bool(raw.get("conv_bias", False))
     conv = ShortConvSpec(hidden, width, bias)
-    kinds = [config.kinds[number] for number in config.pattern]
-    kinds = [
-        replace(kind, mixer=conv) if layer_type == "conv" else kind
-        for kind, layer_type in zip(kinds, _types(raw, layers), strict=True)
-    ]
-    return replace(config, **pattern_of(kinds))
+    attending = raw.get("full_attn_idxs")  # of older configs
+    usual = [KINDS[attending is None or i in attending] for i in range(layers)]
+    types = layer_types(raw, usual, KINDS)
+    return with_mixer(config, conv, [t == "conv" for t in types])
 
 
 FEED_FORWARD = f"{LAYER}.feed_forward"

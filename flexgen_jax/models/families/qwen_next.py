@@ -24,27 +24,16 @@ from flexgen_jax.models.family import (
     Stored,
     by_mixer,
     joined,
+    layer_types,
     pairs,
-    pattern_of,
+    with_mixer,
     with_text,
     woven,
 )
 from flexgen_jax.models.parts import ConfigError, LayerParts, NormSpec
 from flexgen_jax.models.tensor_spec import TensorSpec
 
-
-def _types(raw: Mapping[str, Any], layers: int) -> list[str]:
-    """Returns the type of each layer."""
-    every = Fields(raw).count("full_attention_interval", 4)
-    plain = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-    types = list(raw.get("layer_types") or plain)
-    unknown = set(types) - {"linear_attention", "full_attention"}
-    if unknown or len(types) != layers:
-        raise ConfigError(
-            "layer_types must have 'linear_attention' or 'full_attention' for each of "
-            f"{layers} layers, not {types}"
-        )
-    return types
+KINDS = ("linear_attention", "full_attention")
 
 
 def _qwen3_next(raw: Mapping[str, Any]) -> ModelConfig:
@@ -70,13 +59,10 @@ def _qwen3_next(raw: Mapping[str, Any]) -> ModelConfig:
         width=fields.count("linear_conv_kernel_dim", 4),
         are_tiled=bool(raw.get("linear_heads_are_tiled", False)),
     )
-    layer_kinds = [config.kinds[kind_index] for kind_index in config.pattern]
-    types = _types(raw, len(layer_kinds))
-    layer_kinds = [
-        replace(kind_index, mixer=delta_net) if layer_type == "linear_attention" else kind_index
-        for kind_index, layer_type in zip(layer_kinds, types, strict=True)
-    ]
-    return replace(config, **pattern_of(layer_kinds))
+    every = fields.count("full_attention_interval", 4)
+    usual = [KINDS[(i + 1) % every == 0] for i in range(len(config.pattern))]
+    types = layer_types(raw, usual, KINDS)
+    return with_mixer(config, delta_net, [t == "linear_attention" for t in types])
 
 
 def _qwen3_5(raw: Mapping[str, Any]) -> ModelConfig:
@@ -143,17 +129,14 @@ SHARED_NAMES: dict[str, str | Find] = {
 def _attention_names(of_state: list[Find]) -> dict[str, str | Find]:
     """Returns the names of queries, keys and values, which both types of layers have; of_state:
     those of layers with a state."""
-    queries, keys, values = of_state
+    of_attention: list[str | Find] = [
+        woven(f"{ATTENTION}.q_proj.weight", 0, 2),
+        f"{ATTENTION}.k_proj.weight",
+        f"{ATTENTION}.v_proj.weight",
+    ]
     return {
-        "decoder.{i}.attention.q.kernel": by_mixer(
-            DeltaNetSpec, queries, woven(f"{ATTENTION}.q_proj.weight", 0, 2)
-        ),
-        "decoder.{i}.attention.k.kernel": by_mixer(
-            DeltaNetSpec, keys, f"{ATTENTION}.k_proj.weight"
-        ),
-        "decoder.{i}.attention.v.kernel": by_mixer(
-            DeltaNetSpec, values, f"{ATTENTION}.v_proj.weight"
-        ),
+        f"decoder.{{i}}.attention.{side}.kernel": by_mixer(DeltaNetSpec, ours, theirs)
+        for side, ours, theirs in zip("qkv", of_state, of_attention, strict=True)
     }
 
 

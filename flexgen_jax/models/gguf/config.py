@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from flexgen_jax.models.folder import CheckpointError
-from flexgen_jax.models.gguf.architectures import architecture_of, layer_count
+from flexgen_jax.models.gguf.architectures import architecture_of
 from flexgen_jax.models.gguf.container import GgufFile
-from flexgen_jax.models.gguf.keys import Keys, rope_of
+from flexgen_jax.models.gguf.fields import layer_count, rope_of
+from flexgen_jax.models.gguf.keys import Keys
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
@@ -20,7 +21,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     keys = Keys(file, str(file.metadata["general.architecture"]))
     config = _common(keys) | {"model_type": architecture.model_type} | architecture.config(keys)
     for field, name in BY_LAYER.items():
-        config[field] = _of_all_layers(keys, name, config[field])
+        if np.ndim(config[field]):
+            config[field] = _of_all_layers(keys, name)
     _check(keys, architecture.expects)
     if "output.weight" not in file.tensors:
         config["tie_word_embeddings"] = True
@@ -65,13 +67,12 @@ def _check(keys: Keys, expects: Mapping[str, float]) -> None:
             raise keys.refused(name, value)
 
 
-def _of_all_layers(keys: Keys, name: str, value: Any) -> Any:
-    """Returns the value of all layers, where metadata has one for each."""
-    if not np.ndim(value):
-        return value
-    if len({int(x) for x in value}) > 1:
+def _of_all_layers(keys: Keys, name: str) -> int:
+    """Returns the value that all layers have."""
+    values = {int(value) for value in keys.by_layer(name, layer_count(keys))}
+    if len(values) != 1:
         raise keys.refused(name, "different values for different layers")
-    return int(value[0])
+    return values.pop()
 
 
 BY_LAYER = {

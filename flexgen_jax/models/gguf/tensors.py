@@ -44,12 +44,12 @@ ONE_ROW = ("moe_statics.e_score_correction_bias", "shared_expert_gate.weight")
 """Vectors that are matrices of one row in Hugging Face's files."""
 
 CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
+"""Weights of depthwise convolutions."""
 
 WITHOUT_END = ("e_score_correction_bias", "self_attn.sinks", "A_log", "dt_bias")
 """Parameters whose names have no ".weight" or ".bias"."""
 
 
-INDEXER = "indexer."
 BLOCK = re.compile(r"blk\.(\d+)\.([a-z_0-9]+(?:\.[a-z_]+)??)(?:\.(weight|bias|scale))?")
 """The layer's number, the part's name, and "weight", "bias" or "scale"."""
 
@@ -188,26 +188,33 @@ class GgufTensors:
         if int(layer) >= self._layers:
             return
         architecture, before = self._architecture, f"model.layers.{layer}."
-        own_name = f"{tensor_name}.{end}"
-        if tensor_name in EXPERTS and own_name not in architecture.parts:
+        whole_name = architecture.parts.get(f"{tensor_name}.{end}")
+        if whole_name is not None:
+            yield before + whole_name, _Part(entry, 0, entry.shape)
+            return
+        if tensor_name in EXPERTS:
+            block, matrices = architecture.experts
             for matrix, part, expert in _of_experts(EXPERTS[tensor_name], entry):
-                block, matrices = architecture.experts
                 matrix_name = matrices.get(matrix, matrix)
                 yield f"{before}{block}experts.{expert}.{matrix_name}.{end}", part
             return
-        if tensor_name == LATENT[0]:
-            return
-        if tensor_name == LATENT[1]:
-            keys = self._file.tensors[f"blk.{layer}.{LATENT[0]}.{end}"]
-            heads, size, rank = entry.shape
-            shape = heads * (keys.shape[2] + size), rank
-            yield f"{before}self_attn.kv_b_proj.{end}", _Part(entry, 0, shape, keys)
-            return
-        plain = f"self_attn.{tensor_name}" if tensor_name.startswith(INDEXER) else tensor_name
-        plain = architecture.parts.get(tensor_name, PARTS.get(tensor_name, plain))
-        plain = architecture.parts.get(own_name, plain)
-        has_end = own_name not in architecture.parts and not plain.endswith(WITHOUT_END)
-        yield before + plain + (f".{end}" if has_end else ""), _Part(entry, 0, entry.shape)
+        if tensor_name in LATENT:
+            keys, values = (self._file.tensors.get(f"blk.{layer}.{x}.{end}") for x in LATENT)
+            if keys is not None and values is not None and _fit(keys, values):
+                heads, size, rank = values.shape
+                shape = heads * (keys.shape[2] + size), rank
+                yield f"{before}self_attn.kv_b_proj.{end}", _Part(values, 0, shape, keys)
+                return
+        plain = architecture.parts.get(tensor_name, PARTS.get(tensor_name, tensor_name))
+        name = before + (plain if plain.endswith(WITHOUT_END) else f"{plain}.{end}")
+        yield name, _Part(entry, 0, entry.shape)
+
+
+def _fit(keys: Entry, values: Entry) -> bool:
+    """Returns whether the shapes of two up-projections, see `LATENT`, belong together."""
+    if len(keys.shape) != 3 or len(values.shape) != 3:
+        return False
+    return keys.shape[:2] == (values.shape[0], values.shape[2])
 
 
 def _of_experts(names: Sequence[str], entry: Entry) -> Iterator[tuple[str, _Part, int]]:

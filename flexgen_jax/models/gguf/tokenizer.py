@@ -45,9 +45,8 @@ def split_of(file: GgufFile) -> Split:
 
 def _bpe(file: GgufFile, tokens: Sequence[str], _types: Sequence[int]) -> dict[str, Any]:
     """A vocabulary of bytes."""
-    merges = [merge.split(" ", 1) for merge in file.metadata.get("tokenizer.ggml.merges", [])]
     split = split_of(file)
-    return tokenizer_json.of_bytes(tokens, merges, split.patterns, repeats=split.keeps_words)
+    return tokenizer_json.of_bytes(tokens, _merges(file), split.patterns, repeats=split.keeps_words)
 
 
 def _pieces(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
@@ -57,8 +56,11 @@ def _pieces(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> dict
 
 
 def _merged_pieces(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
-    merges = [merge.split(" ", 1) for merge in file.metadata.get("tokenizer.ggml.merges", [])]
-    return tokenizer_json.of_merged_pieces(tokens, types, merges, begins=False)
+    return tokenizer_json.of_merged_pieces(tokens, types, _merges(file), begins=False)
+
+
+def _merges(file: GgufFile) -> list[list[str]]:
+    return [merge.split(" ", 1) for merge in file.metadata.get("tokenizer.ggml.merges", [])]
 
 
 def _special(file: GgufFile, name: str, tokens: Sequence[str]) -> tuple[int, str] | None:
