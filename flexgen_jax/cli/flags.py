@@ -89,6 +89,8 @@ def _engine_flag(entry: Field[Any]) -> Callable[[Function], Function]:
         keywords["type"] = click.Path(path_type=Path)
     else:
         keywords["type"] = flag.get("type")
+    if flag.get("is_multiple"):
+        return click.option(name, multiple=True, **keywords)
     if entry.name == "coordinator":
         keywords["callback"] = lead_or_join
     return click.option(name, default=default, show_default=default is not None, **keywords)

@@ -81,7 +81,8 @@ def plan(
             "--prefix-len needs --num-sequences, with at least one sequence per prefix"
         )
     profile = None if options.hardware is None else read_profile(options.hardware)
-    config = shape_of(None if options.model is None else str(options.model))
+    model = None if options.model is None else str(options.model)
+    config = shape_of(model, options.adapters)
     if prompt_len is None:
         prompt_len = max(1, min(PROMPT_LEN, config.max_positions - gen_len - prefix_len))
     workload = Workload(

@@ -45,7 +45,7 @@ class QuantizedCopy:
                 "numbers in safetensors"
             )
         self._source, self._bits, self._sizes = source, bits, sizes or {}
-        self._tensors = SafeTensors(source.folder)
+        self._tensors = SafeTensors(weight_files(source.folder))
         spec = model_spec(source.config).tensors
         self._large = {
             name: spec[key] for name, key in source.first_keys().items() if not spec[key].is_small

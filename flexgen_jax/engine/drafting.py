@@ -149,6 +149,8 @@ def drafting_of(
             f"--draft {SELF_4BIT}: {model.name} has few bits already, so drafting would take as "
             f"long as decoding; use --draft {LOOKUP}, or a smaller model"
         )
+    if name == SELF_4BIT and model.config.adapter_names:
+        raise UserError(f"--draft {SELF_4BIT} cannot follow adapters that texts choose")
     draft_model = None
     if name != SELF_4BIT:
         try:

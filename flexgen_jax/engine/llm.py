@@ -87,6 +87,7 @@ class LLM(TextModel):
         on_output: OnOutput | None = None,
         on_token: OnToken | None = None,
         prefix: Prefix | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         on_error: OnError = "return",
     ) -> list[RequestOutput]:
         """Continues every prompt; the results are in the prompts' order.
@@ -96,12 +97,21 @@ class LLM(TextModel):
         on_token: called with a prompt's index as a text, or "index.number" for further texts of the
             same prompt, and each of its tokens.
         prefix: the common prefix of all prompts, as in `Request`.
+        adapter: the name of the LoRA adapter of all prompts, or of each; None is the model alone.
         on_error: "return" gives a prompt that cannot run (too long, for example) a result with
             `error`, and runs all other prompts; "raise" raises a `PromptError` before anything is
             run. If none can be continued, that is raised in any case.
         """
         inputs = self._prompts.inputs(prompts, prompt_token_ids)
-        return self._continued(inputs, sampling_params, on_output, on_token, prefix, on_error)
+        return self._continued(
+            inputs=inputs,
+            sampling_params=sampling_params,
+            adapter=adapter,
+            on_output=on_output,
+            on_token=on_token,
+            prefix=prefix,
+            on_error=on_error,
+        )
 
     def chat(
         self,
@@ -115,6 +125,7 @@ class LLM(TextModel):
         add_generation_prompt: bool = True,
         continue_final_message: bool | str = False,
         now: datetime | None = None,
+        adapter: str | Sequence[str | None] | None = None,
         on_output: OnOutput | None = None,
         on_token: OnToken | None = None,
         on_error: OnError = "return",
@@ -150,7 +161,14 @@ class LLM(TextModel):
                 inputs.append(self.chat_prompt(cast("Sequence[Message]", conversation), options))
             except UserError as error:
                 inputs.append(error)
-        return self._continued(inputs, sampling_params, on_output, on_token, None, on_error)
+        return self._continued(
+            inputs=inputs,
+            sampling_params=sampling_params,
+            adapter=adapter,
+            on_output=on_output,
+            on_token=on_token,
+            on_error=on_error,
+        )
 
     def embed(
         self,
@@ -211,16 +229,17 @@ class LLM(TextModel):
         self,
         inputs: Sequence[Input],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: str | Sequence[str | None] | None,
         on_output: OnOutput | None,
         on_token: OnToken | None,
-        prefix: Prefix | None,
         on_error: OnError,
+        prefix: Prefix | None = None,
     ) -> list[RequestOutput]:
         """Continues prompts; see `generate`."""
         if on_error not in get_args(OnError):
             raise UserError(f"on_error must be one of {get_args(OnError)}, not {on_error!r}")
         count = len(inputs)
-        encoded, failures = self._prompts.requests(inputs, sampling_params)
+        encoded, failures = self._prompts.requests(inputs, sampling_params, adapter=adapter)
         if failures and (on_error == "raise" or not encoded):
             raise impossible({index: str(result.error) for index, result in failures.items()})
         asked = [copy for r in encoded for copy in copies(r, count)]
@@ -378,6 +397,7 @@ class LLM(TextModel):
         lossy = f"{policy.weight_bits}-{policy.cache_bits}-{policy.attention_sparsity}"
         lossy += f"-{policy.matmul_bits}" if policy.matmul_bits < 16 else ""
         lossy += f"-{policy.weight_format}" if policy.weight_bits < 16 else ""
+        lossy += "" if self.config.adapters is None else f"-{self.config.adapters.content}"
         tokenizer = self._model.tokenizer.fingerprint if self._model.tokenizer else None
         return f"{weights}-{tokenizer}-{lossy}"
 

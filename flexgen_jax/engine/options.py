@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -30,8 +31,8 @@ def option(default: Any, heading: str, text: str, **flag: Any) -> Any:
     """A field that is also a flag of the command line, of the same name.
 
     text: the flag's help. flag: how its value is written: `choices`; `type`, int, float, "size" or
-    "path", an int from `minimum` to `maximum`; or `is_switch` for --name/--no-name. metavar: as of
-    click.
+    "path", an int from `minimum` to `maximum`; `is_switch` for --name/--no-name; or `is_multiple`
+    for a flag that may be repeated. metavar: as of click.
     """
     return field(default=default, metadata={"heading": heading, "help": text, **flag})
 
@@ -49,6 +50,7 @@ class LLMOptions(TypedDict, total=False):
     """The keywords of `LLM`: the fields of `EngineOptions` without `model`."""
 
     dummy_weights: bool
+    adapter: str | Sequence[str] | None
     dtype: str
     seed: int
     progress: Bars
@@ -98,6 +100,15 @@ class EngineOptions:
         MODEL,
         "Use random weights. --model is then a known shape such as facebook/opt-1.3b (see "
         "`flexgen-jax models`), or a folder.",
+    )
+    # Of several adapters, texts choose by name.
+    adapter: str | Sequence[str] | None = option(
+        None,
+        MODEL,
+        "Folder of a LoRA adapter of peft, which applies to all texts. With NAME=PATH, once or "
+        "several times, only texts that ask for the name use it.",
+        is_multiple=True,
+        metavar="[NAME=]PATH",
     )
     # "auto" uses bfloat16 for a float16 checkpoint on a CPU.
     dtype: str = option(
@@ -293,6 +304,12 @@ class EngineOptions:
         count = DRAFT_TOKENS if self.draft_tokens is None else self.draft_tokens
         return replace(policy, draft_tokens=count)
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The adapters, each "PATH" or "NAME=PATH"."""
+        given = () if self.adapter is None else self.adapter
+        return (given,) if isinstance(given, str) else tuple(map(str, given))
+
     def open_model(self) -> Model:
         """Opens the model; raises `UserError` if that is not possible."""
         if self.stages > 1 and isinstance(self.model, Model):
@@ -303,6 +320,7 @@ class EngineOptions:
             seed=self.seed,
             weight_bits=self.weight_bits,
             requantizes=self.requantize,
+            adapters=self.adapters,
         )
 
     def policy_on(self, unified: bool, config: ModelConfig) -> Policy:

@@ -107,6 +107,9 @@ def kv_store_of(
     if policy.is_sparse or setting.config.short_positions is not None:
         progress.say("flexgen-jax: kv_store stores nothing with sparse attention or longrope")
         return None
+    if setting.config.adapter_names:
+        progress.say("flexgen-jax: kv_store stores nothing where texts choose an adapter")
+        return None
     formats = policy.formats(setting.dtype)
     name = f"{planner.fingerprint}-{formats}-{KV_VERSION}"
     folder = Path(options.kv_store_dir or cache_folder("kv"))

@@ -47,6 +47,7 @@ NAMED = (
     "return_tokens_as_token_ids",
     "parallel_tool_calls",
     "include_reasoning",
+    "adapter",
 )
 """Fields of all forms besides the sampling parameters `IN_REQUESTS`."""
 
@@ -75,7 +76,8 @@ class Line:
     model: the name in its body; chat: how a conversation is rendered, None for the usual way;
     names_by_id: whether tokens with log-probabilities are named "token_id:N"; echoes: whether the
     text begins with the prompt; has_text: whether it has new tokens at all; dimensions: of an
-    embedding, None for all; is_base64: whether it is written as its bytes.
+    embedding, None for all; is_base64: whether it is written as its bytes; adapter: the name of the
+    one that it asks for, as OpenAI's `model` may do.
     """
 
     number: int
@@ -95,6 +97,7 @@ class Line:
     has_text: bool = True
     dimensions: int | None = None
     is_base64: bool = False
+    adapter: str | None = None
 
     @property
     def tools(self) -> Tools | None:
@@ -143,6 +146,7 @@ class Line:
     ) -> Request:
         """Returns the request of one of its texts. continued, place: as in `Request`."""
         text, ids = prompt
+        has_named = self.model in model.config.adapter_names
         is_embedding = self.form == "embeddings"
         return Request(
             request_id,
@@ -153,6 +157,7 @@ class Line:
             pooling=model.pooling_defaults.pooling if is_embedding else None,
             continued=continued,
             place=place,
+            adapter=self.model if self.adapter is None and has_named else self.adapter,
         )
 
     def error(self, message: str) -> LineError:
@@ -505,6 +510,9 @@ def _line(
     count = fields.get("n", 1)
     if not _is_whole(count) or not 1 <= count <= MAX_CHOICES:
         raise LineError(f'"n" must be an integer from 1 to {MAX_CHOICES}, not {count!r}')
+    adapter = fields.get("adapter")
+    if not isinstance(adapter, str | None):
+        raise LineError(f'"adapter" must be a string, not {adapter!r}')
     number, name, form, prompts, messages, chat = source
     if count * max(1, len(prompts)) > MAX_CHOICES:
         raise LineError(
@@ -525,6 +533,7 @@ def _line(
         names_by_id=names_by_id,
         has_parallel_calls=is_parallel,
         shows_reasoning=fields.get("include_reasoning", True),
+        adapter=adapter,
     )
 
 

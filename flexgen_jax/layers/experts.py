@@ -135,9 +135,9 @@ computed alone, in half the time."""
 
 
 def add_expert(
-    block: Callable[[jax.Array], jax.Array],
+    block: Callable[..., jax.Array],
     size: int,
-    x: jax.Array,
+    given: tuple[jax.Array, ...],
     experts: jax.Array,
     share: jax.Array,
     number: jax.Array,
@@ -145,10 +145,10 @@ def add_expert(
 ) -> jax.Array:
     """Returns `out`, fp32 [token, hidden], with one expert's result for the tokens that chose it.
 
-    block: the expert; size: tokens that it computes at once; number: int32 [], that of the expert;
-    further arguments are results of `Router`.
+    block: the expert; size: tokens that it computes at once; given: its arguments, which have a row
+    for each token; number: int32 [], that of the expert; further arguments are results of `Router`.
     """
-    tokens = x.shape[0]
+    tokens = experts.shape[0]
     weight = jnp.where(experts == number, share, 0).sum(-1)
     is_mine = (experts == number).any(-1)
     count = is_mine.sum()
@@ -159,9 +159,9 @@ def add_expert(
 
     def add_step(step: jax.Array, out: jax.Array, size: int) -> jax.Array:
         rows = jax.lax.dynamic_slice_in_dim(mine, step * size, size)
-        inputs = jnp.take(x, rows, axis=0, mode="fill", fill_value=0)
+        inputs = [jnp.take(x, rows, axis=0, mode="fill", fill_value=0) for x in given]
         weights = jnp.take(weight, rows, mode="fill", fill_value=0)
-        weighted = block(inputs).astype(jnp.float32) * weights[:, None]
+        weighted = block(*inputs).astype(jnp.float32) * weights[:, None]
         return out.at[rows].add(weighted, mode="drop")
 
     steps = (count + size - 1) // size

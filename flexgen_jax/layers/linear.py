@@ -1,4 +1,4 @@
-"""A dense layer with a Hugging Face kernel, and tensors that may be quantized."""
+"""A dense layer with a Hugging Face kernel, tensors that may be quantized, and adapters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import jax.numpy as jnp
 
 from flexgen_jax.layers.kernels import Kernels
 from flexgen_jax.layers.quantization import Kept, QuantizedArray
+
+ADAPTERS = "adapters"
+"""The collection of variables that say which adapter a row uses."""
 
 
 def parameter(
@@ -27,6 +30,12 @@ class Linear(nn.Module):
     """A dense layer whose kernel keeps the checkpoint's `[out, in]` layout.
 
     bits: 16, or 8 to multiply numbers that `kernels` rounds to 8-bit integers.
+
+    With LoRA adapters, the result is W x + B (A x); see `models.adapters`.
+
+    lora_a: A, [adapter, rank, in]; lora_b: B, [features, adapter, rank]
+    rows (collection `ADAPTERS`): int32 [batch], the number of each row's adapter, -1 for none. If
+        this variable is missing, the only adapter applies to all rows.
     """
 
     features: int
@@ -43,4 +52,18 @@ class Linear(nn.Module):
         bias = None
         if self.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,), self.dtype)
-        return self.kernels.matmul(x, kernel, bias, self.bits)
+        out = self.kernels.matmul(x, kernel, bias, self.bits)
+        a: jax.Array | None = self.get_variable("params", "lora_a")
+        if a is None:
+            return out
+        return out + self._low_rank(x, a, self.get_variable("params", "lora_b"))
+
+    def _low_rank(self, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        """Returns the adapters' part of the result."""
+        count, rank, _ = a.shape
+        inner = self.kernels.matmul(x, a.reshape(count * rank, -1), None)
+        rows: jax.Array | None = self.get_variable(ADAPTERS, "rows")
+        if rows is not None:
+            is_own = jnp.repeat(rows[:, None] == jnp.arange(count), rank, axis=1)
+            inner = jnp.where(is_own.reshape(len(rows), *[1] * (x.ndim - 2), -1), inner, 0)
+        return self.kernels.matmul(inner, b.reshape(-1, count * rank), None)

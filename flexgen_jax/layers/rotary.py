@@ -40,12 +40,15 @@ class Rows(NamedTuple):
 
     first_valid: int32 [batch], the index of each sequence's first real token; before: int32
     [batch], the number of prefix tokens before each row; most: int32 [batch], the most tokens that
-    each sequence may have in the end, with the prefixes; columns: see `Branches`, None without.
+    each sequence may have in the end, with the prefixes; adapters: int32 [batch], the number of
+    each row's adapter, -1 for none, None if rows do not choose; columns: see `Branches`, None
+    without.
     """
 
     first_valid: Any
     before: Any
     most: Any
+    adapters: Any = None
     columns: Any = None
 
     @classmethod
@@ -55,13 +58,25 @@ class Rows(NamedTuple):
         tokens: int,
         before: np.ndarray | None = None,
         longest: np.ndarray | None = None,
+        adapters: np.ndarray | None = None,
     ) -> Rows:
         """Returns the rows of left-padded prompts of `tokens` tokens after prefixes of `before`,
         by default none; longest: by default that of the prompts alone."""
         first = np.asarray(first_valid, np.int32)
         before = np.zeros_like(first) if before is None else before.astype(np.int32)
         limits = before + tokens - first if longest is None else longest
-        return cls(first, before, limits.astype(np.int32))
+        return cls(first, before, limits.astype(np.int32), adapters)
+
+    @property
+    def of_each(self) -> tuple[Any, ...]:
+        """The arrays that have an element for each row, of which `Rows(*arrays)` can be made
+        again."""
+        return tuple(x for x in self[:4] if x is not None)
+
+    @property
+    def chosen(self) -> tuple[Any, ...]:
+        """The rows' adapters as an argument, if rows choose."""
+        return () if self.adapters is None else (self.adapters,)
 
     def with_branches(self, branches: Branches | None, tokens: int) -> Rows:
         """Returns these rows, of `tokens` tokens that end with branches, if there are any."""

@@ -18,10 +18,10 @@ from flexgen_jax.models.family import Fields, Stored
 from flexgen_jax.models.folder import (
     ADAPTER,
     INDEX,
-    MERGE,
     SINGLE,
     CheckpointError,
     read_json,
+    weight_files,
     what_it_has,
 )
 from flexgen_jax.models.formats.decoding import decoded
@@ -87,7 +87,7 @@ class Checkpoint:
         self.config, self._tensors, options = opened
         self.notes = list(self._tensors.notes)
         if given is None and (folder / ADAPTER).is_file():
-            self.notes.append(f"the adapter (LoRA) in {ADAPTER} is not applied: {MERGE}")
+            self.notes.append(f"the adapter (LoRA) in {ADAPTER} is applied to all texts")
         self.config = self._as_stored()
         self._where = self._match()
         self.config = replace(self.config, published=self._published(options))
@@ -277,7 +277,7 @@ class Checkpoint:
         whole = self._tensors.rows(stored.name)
         try:
             rows: np.ndarray = _joined(
-                [_part_of(whole, rows, stored) for rows in _ranges(stored, start, stop)]
+                [_part_of(whole, rows, stored) for rows in stored.ranges(start, stop)]
             )
         except (SafetensorError, OSError) as error:
             path = self._tensors.path(stored.name)
@@ -289,7 +289,7 @@ class Checkpoint:
     ) -> np.ndarray:
         """Returns rows of a tensor in few bits as fp32."""
         pieces = []
-        for rows in _ranges(stored, start, stop):
+        for rows in stored.ranges(start, stop):
             leaves = packed_rows(packed, rows, stored.expert)
             shape = (rows.stop - rows.start, packed.shape[-1])
             storage = Storage(shape, "float32", with_own_rows(packed.format))
@@ -301,12 +301,12 @@ class Checkpoint:
         packed = self._tensors.packed[stored.name]
         if _cuts_rows(stored, packed):
             pieces = [
-                packed_rows(packed, rows, stored.expert) for rows in _ranges(stored, start, stop)
+                packed_rows(packed, rows, stored.expert) for rows in stored.ranges(start, stop)
             ]
         else:
             pieces = [
                 packed.read(rows.start, rows.stop, stored.expert)
-                for rows in _ranges(stored, start, stop)
+                for rows in stored.ranges(start, stop)
             ]
         if stored.unit == 1:
             pieces = [_every(leaves, stored.stride) for leaves in pieces]
@@ -328,7 +328,7 @@ class Checkpoint:
 
 
 def _opened_folder(folder: Path) -> Opened:
-    config, tensors = read_folder_config(folder), SafeTensors(folder)
+    config, tensors = read_folder_config(folder), SafeTensors(weight_files(folder))
     options = quantization_of(read_json(folder / "config.json"))
     tensors.packed = packed_tensors(tensors, list(tensors), options)
     return config, tensors, options
@@ -347,25 +347,6 @@ def _opened_gguf(file: GgufFile) -> Opened:
 def _bytes(array: np.ndarray) -> np.ndarray:
     """Returns an array's bytes, so that NaN equals itself."""
     return np.ascontiguousarray(array).view(np.uint8)
-
-
-def _ranges(stored: Stored, start: int, stop: int) -> list[slice]:
-    """Returns the ranges of the stored tensor's rows that make up rows [start, stop) of one that is
-    stored as `stored` says."""
-    unit = stored.unit
-    if unit is None:
-        return [slice(start, stop)]
-    if unit == 1:
-        first, stride = stored.first, stored.stride
-        return [slice(first + start * stride, first + (stop - 1) * stride + 1, stride)]
-    ranges = []
-    while start < stop:  # unit by unit
-        number, offset = divmod(start, unit)
-        end = min(stop, (number + 1) * unit)
-        begin = stored.first + number * stored.stride + offset
-        ranges.append(slice(begin, begin + end - start))
-        start = end
-    return ranges
 
 
 def _part_of(whole: Any, rows: slice, stored: Stored) -> np.ndarray:
@@ -417,6 +398,6 @@ def _stored_dtype(folder: Path) -> str | None:
     does not say; None if there are no weights."""
     if not (folder / SINGLE).is_file() and not (folder / INDEX).is_file():
         return None
-    tensors = SafeTensors(folder)
+    tensors = SafeTensors(weight_files(folder))
     dtypes = (tensors.dtype(name) for name in tensors)
     return next((DTYPE_NAMES[dtype] for dtype in dtypes if dtype in DTYPE_NAMES), None)

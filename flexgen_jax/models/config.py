@@ -26,6 +26,23 @@ def _is_id(value: object) -> bool:
 
 
 @dataclass(frozen=True)
+class AdapterShapes:
+    """The LoRA adapters of a model; see `models.adapters`.
+
+    names: the names in requests, () for a single adapter that applies to all texts; ranks: the
+    largest rank for each adapted matrix, by the matrix's key; content: a digest of the files.
+    """
+
+    names: tuple[str, ...]
+    ranks: tuple[tuple[str, int], ...]
+    content: str
+
+    @property
+    def count(self) -> int:
+        return max(1, len(self.names))
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Everything the layers need to know about a decoder-only transformer.
 
@@ -40,7 +57,7 @@ class ModelConfig:
     context_limit: why `max_positions` is less than the model's own context, "" if it is not.
 
     published: the formats of the tensors that the model's files have in few bits, if there are
-    some.
+    some. adapters: those that are applied, if there are some.
 
     A stage of a model has some of its layers, see `part`: `first_layer` is the number of its first
     layer. Other stages have the embedding or the head.
@@ -71,6 +88,7 @@ class ModelConfig:
     has_embedding: bool = True
     has_head: bool = True
     published: Published | None = None
+    adapters: AdapterShapes | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "max_positions", "embed_size"):
@@ -136,6 +154,11 @@ class ModelConfig:
         rotaries = (attention.rotary for attention in self.attentions)
         borders = [r.original for r in rotaries if r is not None and r.kind == "longrope"]
         return min(borders, default=None)
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The adapters that texts choose from."""
+        return () if self.adapters is None else self.adapters.names
 
     @property
     def has_experts(self) -> bool:

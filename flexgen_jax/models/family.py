@@ -42,6 +42,23 @@ class Stored:
             return (*before, *tensor.shape[1:], rows)
         return (*before, rows, *tensor.shape[1:])
 
+    def ranges(self, start: int, stop: int) -> list[slice]:
+        """Returns the ranges of the stored tensor's rows that are rows [start, stop) of this
+        one."""
+        if self.unit is None:
+            return [slice(start, stop)]
+        if self.unit == 1:
+            first, stride = self.first, self.stride
+            return [slice(first + start * stride, first + (stop - 1) * stride + 1, stride)]
+        ranges = []
+        while start < stop:  # unit by unit
+            number, offset = divmod(start, self.unit)
+            end = min(stop, (number + 1) * self.unit)
+            begin = self.first + number * self.stride + offset
+            ranges.append(slice(begin, begin + end - start))
+            start = end
+        return ranges
+
 
 Find = Callable[[TensorSpec, LayerParts], Stored]
 """Finds a decoder layer's tensor that is stored with others in one; "{i}" in the name is the

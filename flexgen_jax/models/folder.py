@@ -63,12 +63,13 @@ def indexed_names(folder: Path) -> list[str]:
 
 ADAPTER = "adapter_config.json"
 MERGE = "merge it into its base model, e.g. with PEFT's merge_and_unload"
+WITHOUT_BASE = "it is an adapter (LoRA): name its base model with --model, and it with --adapter"
 
 
 def what_it_has(folder: Path) -> str:
     """Returns a hint for a folder without a model: its contents, and the way out."""
     if (folder / ADAPTER).is_file():
-        return f"it is an adapter (LoRA): {MERGE}, save that, and name its folder"
+        return WITHOUT_BASE
     if (folder / "params.json").is_file():
         return (
             "it has Mistral's or Meta's own names, params.json and consolidated files: get the "

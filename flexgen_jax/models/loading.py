@@ -14,6 +14,7 @@ from flexgen_jax.errors import (
     UserError,
     first_line,
 )
+from flexgen_jax.models.adapters import AdaptedWeights, Adapter
 from flexgen_jax.models.chat import ChatTemplate
 from flexgen_jax.models.checkpoint import Checkpoint, read_folder_config
 from flexgen_jax.models.config import (
@@ -28,7 +29,16 @@ from flexgen_jax.models.defaults import (
     read_defaults,
 )
 from flexgen_jax.models.families import quantization_of
-from flexgen_jax.models.folder import INDEX, SINGLE, CheckpointError, indexed_names, read_json
+from flexgen_jax.models.folder import (
+    ADAPTER,
+    INDEX,
+    SINGLE,
+    WITHOUT_BASE,
+    CheckpointError,
+    indexed_names,
+    read_json,
+    read_object,
+)
 from flexgen_jax.models.gguf.config import config_of
 from flexgen_jax.models.gguf.folder import as_folder, only_gguf
 from flexgen_jax.models.pooling import (
@@ -104,14 +114,40 @@ def open_model(
     seed: int,
     weight_bits: int | None = None,
     requantizes: bool = False,
+    adapters: Sequence[str] = (),
 ) -> Model:
     """Opens a Hugging Face folder, a hub id or, with dummy weights, a known shape's name.
 
     The name None stands for the shipped model; an open model is used directly. seed: for dummy
     weights; weight_bits: the requested bits; a model that is published in few bits keeps its own
-    unless `requantizes`. Raises `UserError` if the model cannot be opened.
+    unless `requantizes`; adapters: folders of LoRA adapters, "PATH" or "NAME=PATH". Raises
+    `UserError` if the model or an adapter cannot be opened.
     """
+    if not isinstance(name, Model | None) and not dummy_weights:
+        name, adapters = _with_own_adapter(str(name), adapters)
     model = name if isinstance(name, Model) else _opened(name, dummy_weights, seed)
+    model = _with_bits(model, weight_bits, requantizes)
+    return _with_adapters(model, adapters) if adapters else model
+
+
+def _with_own_adapter(name: str, adapters: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Returns the name of a model and its adapters: of a folder that is an adapter, or has one
+    beside the model, as transformers takes them."""
+    folder = Path(name).expanduser()
+    if not (folder / ADAPTER).is_file():
+        return name, adapters
+    if adapters:
+        raise UserError(f"{folder} has an adapter already: remove {ADAPTER}, or give no --adapter")
+    if (folder / "config.json").is_file():
+        return name, (name,)
+    base = read_object(folder / ADAPTER).get("base_model_name_or_path")
+    if not isinstance(base, str):
+        raise CheckpointError(f"{folder}: {WITHOUT_BASE}")
+    return base, (name,)
+
+
+def _with_bits(model: Model, weight_bits: int | None, requantizes: bool) -> Model:
+    """Returns a model with the requested bits; see `open_model`."""
     published = model.config.published
     if published is None or weight_bits is None or weight_bits == 16:
         return model
@@ -123,6 +159,39 @@ def open_model(
         )
     model.source.config = config = replace(model.config, published=None)
     return replace(model, config=config)
+
+
+def _with_adapters(model: Model, given: Sequence[str]) -> Model:
+    """Returns a model with LoRA adapters."""
+    named = [_name_and_folder(text) for text in given]
+    names = [name for name, _ in named]
+    if len(named) > 1 and (not all(names) or len(set(names)) < len(names)):
+        raise UserError(
+            "several adapters need different names, by which texts choose one: --adapter "
+            "NAME=PATH --adapter OTHER=PATH"
+        )
+    source = AdaptedWeights(model.source, [Adapter(folder, name) for name, folder in named])
+    shapes = source.config.adapters
+    config = replace(
+        model.config,
+        adapters=shapes,
+        published=source.config.published,
+        tied_head=source.config.tied_head,
+    )
+    return replace(model, config=config, source=source)
+
+
+def _name_and_folder(text: str) -> tuple[str, Path]:
+    """Returns the name and the folder of an adapter that is given as "NAME=PATH" or "PATH"."""
+    name, separator, path = text.partition("=")
+    if not separator or Path(text).expanduser().exists():
+        name, path = "", text
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return name, folder
+    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+        return name, _from_hub(path, ("adapter_*",))
+    raise CheckpointError(f"{path} does not exist; pass the folder of a LoRA adapter")
 
 
 def _opened(name: str | Path | None, dummy_weights: bool, seed: int) -> Model:
@@ -196,8 +265,18 @@ def _short(value: Any) -> str:
     return f"({len(value)} entries)" if is_long else str(value)
 
 
-def shape_of(name: str | None) -> ModelConfig:
-    """Returns only the config, of a known shape or of a model that `open_model` can open."""
+def shape_of(name: str | None, adapters: Sequence[str] = ()) -> ModelConfig:
+    """Returns only the config, of a known shape or of a model that `open_model` can open, with
+    adapters as there."""
+    if name is not None:
+        name, adapters = _with_own_adapter(name, adapters)
+    config = _shape_alone(name)
+    if adapters:
+        return _with_adapters(Model(str(name), config, DummyWeights(config), None), adapters).config
+    return config
+
+
+def _shape_alone(name: str | None) -> ModelConfig:
     if name is not None and not Path(name).expanduser().exists():
         with contextlib.suppress(UserError):
             return known_shape(name)

@@ -191,6 +191,9 @@ def model_spec(config: ModelConfig) -> ModelSpec:
     layers = (embedding, *decoders, head)
     if config.published is not None:
         layers = tuple(_as_published(layer, config.published) for layer in layers)
+    if config.adapters is not None:
+        ranks, count = dict(config.adapters.ranks), config.adapters.count
+        layers = tuple(_adapted(layer, ranks, count) for layer in layers)
     return ModelSpec(config.hidden_size, layers)
 
 
@@ -201,3 +204,24 @@ def _as_published(layer: LayerSpec, published: Published) -> LayerSpec:
         for tensor in layer.tensors
     )
     return replace(layer, tensors=tensors)
+
+
+def _adapted(layer: LayerSpec, ranks: Mapping[str, int], count: int) -> LayerSpec:
+    """Returns a layer with the matrices of `count` adapters; ranks: see `AdapterShapes`."""
+    tensors = list[TensorSpec]()
+    for tensor in layer.tensors:
+        tensors.append(tensor)
+        if rank := ranks.get(tensor.key):
+            rows, columns = tensor.shape
+            shapes = {"lora_a": (count, rank, columns), "lora_b": (rows, count, rank)}
+            tensors += [
+                TensorSpec(
+                    path=f"{tensor.path.removesuffix('kernel')}{name}",
+                    shape=shape,
+                    key=f"{tensor.key.removesuffix('kernel')}{name}",
+                    role="adapter",
+                    expert=tensor.expert,
+                )
+                for name, shape in shapes.items()
+            ]
+    return replace(layer, tensors=tuple(tensors))

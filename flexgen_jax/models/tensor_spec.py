@@ -16,9 +16,9 @@ from flexgen_jax.models.formats.lanes import in_lanes
 from flexgen_jax.models.formats.storage import FORMAT_VERSION, Storage, kv_storage
 from flexgen_jax.models.parts import StateLeaf
 
-Role = Literal["query", "key", "value", "router", "state", "expert", "other"]
+Role = Literal["query", "key", "value", "router", "state", "expert", "adapter", "other"]
 """Result of a decoder layer's matrix: attention's queries, keys or values, the choice of experts,
-how a recurrent state changes, one expert's, or anything else."""
+how a recurrent state changes, one expert's, an adapter's, or anything else."""
 
 
 @lru_cache(maxsize=4096)  # of a model's thousands of tensors few have different shapes
@@ -54,14 +54,14 @@ class TensorSpec:
 
     @property
     def is_small(self) -> bool:
-        """Whether this is a bias, a norm, a router, or says how a state changes; they are few bytes
-        and always stay on the device."""
-        return len(self.shape) == 1 or self.role in ("router", "state")
+        """Whether this is a bias, a norm, a router, an adapter, or says how a state changes; they
+        are few bytes and always stay on the device."""
+        return len(self.shape) == 1 or self.role in ("router", "state", "adapter")
 
     @property
     def has_host_copy(self) -> bool:
-        """Whether the host has a copy, unless host and device are one: of an expert's biases, since
-        the CPU may compute the expert."""
+        """Whether the host has a copy, unless host and device are one: of an expert's biases and
+        adapters, since the CPU may compute the expert."""
         return self.is_small and self.expert is not None
 
     def storage(self, dtype: str, bits: int = 16, is_papers: bool = False) -> Storage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from flexgen_jax.caches import cache_folder, read_cached, write_cached
-from flexgen_jax.models.folder import CheckpointError, weight_files
+from flexgen_jax.models.folder import CheckpointError
 from flexgen_jax.models.formats.packed import PackedTensor
 
 FINGERPRINT_SAMPLES = 256
@@ -144,13 +144,13 @@ class Stored(NamedTuple):
 
 
 class SafeTensors:
-    """The tensors of a folder's safetensors; see `Tensors`. Raises `CheckpointError` for files that
-    are broken."""
+    """The tensors of safetensors files; see `Tensors`. Raises `CheckpointError` for files that are
+    broken."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, paths: Sequence[Path]) -> None:
         self.packed: dict[str, PackedTensor] = {}
         self.notes: list[str] = []
-        self.files = Files(weight_files(folder))
+        self.files = Files(list(paths))
         self._opened = {path: _open_shard(path) for path in self.files.paths}
         self._bytes = {path: np.memmap(path, np.uint8, "r") for path in self._opened}
         self._stored: dict[str, Stored] = {}

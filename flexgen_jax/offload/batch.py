@@ -46,6 +46,8 @@ class Batch:
     most: np.ndarray | None = None
     # int32 [batch], the tokens of the prefixes before each prompt, None where there are none.
     before: np.ndarray | None = None
+    # int32 [batch], the number of each row's adapter, -1 for none; None stands for none.
+    adapters: np.ndarray | None = None
     # Number of tokens returned with log-probabilities in addition to the chosen one, None for none.
     logprobs: int | None = None
     # A prefix's entry in the KV store, to be loaded; None if the prefix is computed.
@@ -73,6 +75,7 @@ class Batch:
             forced=some(self.forced),
             most=some(self.most),
             before=some(self.before),
+            adapters=some(self.adapters),
         )
 
     def tokens_before(self, row: int) -> int:

@@ -145,7 +145,7 @@ class Computing:
         finish = self._dispatch.get(
             programs.finish_chunk, step, tokens=span.tokens, asked=num_queries
         )
-        hidden, checks = finish(weights, hidden, arrays.checks, partial)
+        hidden, checks = finish(weights, hidden, arrays.checks, partial, *arrays.placed.chosen)
         return Computed(checks, hidden, (block,))
 
     def _mix(self, step: Step, weights: Any, inputs: Inputs) -> Computed:

@@ -81,7 +81,16 @@ class EndSteps:
     def _put_constants(self, running: Running) -> None:
         constant, arrays = self._device.memories.constant, arrays_of(running)
         batch = arrays.given
-        rows = Rows.of(batch.first_valid, batch.prompt_len, batch.before, batch.most)
+        adapters = batch.adapters
+        if self._plan.config.adapter_names and adapters is None:
+            adapters = np.full(batch.size, -1, np.int32)
+        rows = Rows.of(
+            first_valid=batch.first_valid,
+            tokens=batch.prompt_len,
+            before=batch.before,
+            longest=batch.most,
+            adapters=adapters,
+        )
         arrays.rows = jax.tree.map(constant, rows)
         arrays.sampling = tuple(map(constant, batch.sampling))
         if arrays.texts is not None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from flexgen_jax.layers import programs
 from flexgen_jax.models.spec import LayerSpec
-from flexgen_jax.offload.batch import Computed
+from flexgen_jax.offload.batch import Computed, arrays_of
 from flexgen_jax.offload.device import Device
 from flexgen_jax.offload.host_experts import add_experts, sum_on_host
 from flexgen_jax.offload.weights import WeightStore
@@ -48,7 +48,8 @@ class ExpertSteps:
         assert hidden is not None, "attention gives hidden states"
         rows, tokens, _ = hidden.shape
         route = self._programs.get(programs.route, layer=layer, rows=rows, tokens=tokens)
-        *routed, out = route(shared, hidden)
+        chosen = arrays_of(step.batch).placed.chosen
+        *routed, out = route(shared, hidden, *chosen)
         numbers, loaded = list(range(len(layer.expert_tensors))), Weights()
         if choice is not None:
             guessed = self._guess(step, hidden) if choice.guesses else set()
@@ -71,11 +72,9 @@ class ExpertSteps:
         if on_host:
             outs.append(sum_on_host(self._device, self._weights, layer, loaded, on_host, routed))
         program, shape = programs.ending(layer, rows, tokens, places=len(outs))
-        combine = self._programs.get(program, **shape)
-        expert_arguments = (hidden, computed.checks, outs)
-        ended = (
-            combine(shared, *expert_arguments) if "layer" in shape else combine(*expert_arguments)
-        )
+        combine, arguments = self._programs.get(program, **shape), (hidden, computed.checks, outs)
+        is_beside = "layer" in shape
+        ended = combine(shared, *arguments, *chosen) if is_beside else combine(*arguments)
         computed.hidden, computed.checks = ended
 
     def _asked(self, layer: LayerSpec, choices: np.ndarray) -> list[int]:
@@ -94,7 +93,8 @@ class ExpertSteps:
         layer = self._layers[step.layer + 1]
         rows, tokens, _ = hidden.shape
         program = self._programs.get(programs.guess, layer=layer, rows=rows, tokens=tokens)
-        numbers = program(self._weights.routing(layer), hidden)
+        chosen = arrays_of(step.batch).placed.chosen
+        numbers = program(self._weights.routing(layer), hidden, *chosen)
         return set(np.unique(np.asarray(numbers)).tolist())
 
 

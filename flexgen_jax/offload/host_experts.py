@@ -64,5 +64,6 @@ def add_experts(
         group = numbers[start : start + count]
         padding = count - len(group)
         arrays = [weights[number] for number in (*group, *group[:1] * padding)]
-        out = add(arrays, *routed, [as_array(n) for n in (*group, *(-1,) * padding)], out)
+        numbers_there = [as_array(n) for n in (*group, *(-1,) * padding)]
+        out = add(arrays, out, numbers_there, *routed)
     return out

@@ -95,7 +95,8 @@ class TokenSteps:
         partials += [] if to_prefixes is None else [to_prefixes]
         tokens = step.batch.span(step.token).tokens
         program = self._dispatch.get(programs.finish, step, places=len(partials), tokens=tokens)
-        hidden, checks = program(weights, hidden, arrays.checks, query, new_arrays, partials)
+        attended = (query, new_arrays, partials)
+        hidden, checks = program(weights, hidden, arrays.checks, *attended, *arrays.placed.chosen)
         return Computed(checks, hidden, new_arrays)
 
     def _project(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from flexgen_jax.errors import UserError
+from flexgen_jax.models.folder import weight_files
 from flexgen_jax.models.tensors import SafeTensors
 from flexgen_jax.offloading.tiered import TieredArrays
 from flexgen_jax.policy.policy import Placement
@@ -78,7 +79,7 @@ def checkpoint_layers(
 
     layer_of: returns the layer of a tensor's name, None for a tensor that is not wanted.
     """
-    tensors = SafeTensors(Path(folder).expanduser())
+    tensors = SafeTensors(weight_files(Path(folder).expanduser()))
     names: dict[str, list[str]] = {}
     for name in tensors:
         layer = layer_of(name)

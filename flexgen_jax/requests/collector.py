@@ -102,11 +102,13 @@ def batch_of(
     fill = rows - len(members)
     lengths = [len(r.prompt_ids) + r.max_tokens - uncomputed for r in members] + [1] * fill
     before = [r.prefix_len for r in members] + [0] * fill
+    adapters = np.array([r.adapter for r in members] + [-1] * fill, np.int32)
     return Batch(
         ids,
         first_valid,
         most=np.maximum(np.array(lengths, np.int32), 1),
         before=np.array(before, np.int32),
+        adapters=adapters if config.adapter_names else None,
     )
 
 

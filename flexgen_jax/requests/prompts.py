@@ -91,15 +91,19 @@ class PromptReader:
         inputs: Sequence[Input],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         pooling: Pooling | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> tuple[list[EncodedRequest], dict[int, RequestOutput]]:
         """Returns prompts as requests, and the results of those that cannot be continued. pooling:
-        see `Request`."""
+        see `Request`; adapter: the same, of all prompts or of each."""
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(inputs)
         else:
             params = _listed_params(sampling_params)
         if len(params) != len(inputs):
             raise UserError(f"{len(inputs)} prompts, but {len(params)} sampling_params")
+        adapters = [adapter] * len(inputs) if isinstance(adapter, str | None) else adapter
+        if len(adapters) != len(inputs):
+            raise UserError(f"{len(inputs)} prompts, but {len(adapters)} adapters")
         requests, failures = list[EncodedRequest](), {}
         for index, (prompt, choice) in enumerate(zip(inputs, params, strict=True)):
             if isinstance(prompt, UserError):
@@ -114,6 +118,7 @@ class PromptReader:
                 sampling_params=choice,
                 is_chat=is_chat,
                 pooling=pooling,
+                adapter=adapters[index],
             )
             encoded = encoded_or_failed(partial(self._encoder.encode, ids=ids), request, index)
             if isinstance(encoded, RequestOutput):

@@ -37,7 +37,8 @@ class Request:
     has made; the prompt continues after it. is_chat: whether the text answers a conversation, so
     that stop strings and `stop_token_ids` count after its reasoning only. place: a number that
     random draws follow from, with the seed; None is the request's place among all. pooling: makes a
-    vector of the prompt, see `LLM.embed`; its text is then one meaningless token.
+    vector of the prompt, see `LLM.embed`; its text is then one meaningless token. adapter: the name
+    of the LoRA adapter that computes it, None for the model itself.
     """
 
     id: str
@@ -49,6 +50,7 @@ class Request:
     place: int | None = None
     is_chat: bool = False
     pooling: Pooling | None = None
+    adapter: str | None = None
 
 
 NOTHING = -1
@@ -69,7 +71,8 @@ class EncodedRequest:
     after each of their tokens, and `NOTHING` for padding; later: tokens after `max_tokens`, for
     which the whole sequence is computed again, because longrope changes its frequencies there;
     is_chat: as given; at_once: the most tokens that a plan has room for before the request
-    continues as another one, None for all; pooling: as given.
+    continues as another one, None for all; pooling: as given; adapter: the number of its adapter,
+    -1 for none.
     """
 
     index: int
@@ -89,6 +92,7 @@ class EncodedRequest:
     is_chat: bool = False
     at_once: int | None = None
     pooling: Pooling | None = None
+    adapter: int = -1
 
     @property
     def head(self) -> HeadUse:
@@ -314,8 +318,9 @@ class Encoder:
         scored: tuple[int, ...] = ()
         if params.prompt_logprobs is not None:
             scored = (*ids[1:], *[NOTHING] * (1 + len(earlier_ids)))
-        # All of the prompt's tokens go through the head.
-        is_alone = bool(scored) or request.pooling in ("mean", "cls")
+        adapter = self._adapter(request.adapter)
+        # All of the prompt's tokens go through the head, or its KV cache is the adapter's own.
+        is_alone = bool(scored) or request.pooling in ("mean", "cls") or adapter >= 0
         prefix = () if is_alone or not self._shares else self._prefix(request.prefix)
         encoded = EncodedRequest(
             index=index,
@@ -331,8 +336,17 @@ class Encoder:
             continued=len(earlier_ids),
             place=request.place,
             is_chat=request.is_chat,
+            adapter=adapter,
         )
         return divided(encoded, config.short_positions)
+
+    def _adapter(self, name: str | None) -> int:
+        """Returns the number of an adapter, -1 for None."""
+        names = self._config.adapter_names
+        if name is None or name in names:
+            return -1 if name is None else names.index(name)
+        known = f"the adapters are {', '.join(names)}" if names else "there are none with names"
+        raise UserError(f"adapter {name!r} is not known: {known}")
 
     def _ids(self, request: Request) -> list[int]:
         if (request.prompt is None) == (request.prompt_token_ids is None):

@@ -186,7 +186,8 @@ class Server:
     def _ask(self, body: bytes, path: str) -> Asked:
         """Reads a body of a route."""
         on_unknown = None if self._options.is_strict else self._ignore
-        return Asked(body, path, self.llm, self.names, on_unknown)
+        names = (*self.names, *self.llm.config.adapter_names)
+        return Asked(body, path, self.llm, names, on_unknown)
 
     def _submit(self, requests: list[EngineRequest]) -> list[Text]:
         """Submits requests; raises `RefusedError` if the server cannot take them now."""
@@ -207,12 +208,13 @@ class Server:
     # About the server
 
     async def models(self, _request: Request) -> Response:
-        data = [_model(self.names[0], self.llm)]
+        names = (self.names[0], *self.llm.config.adapter_names)
+        data = [_model(name, self.llm) for name in names]
         return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self.names:
+        if name not in (*self.names, *self.llm.config.adapter_names):
             raise RefusedError(404, f"the model {name!r} does not exist", "model_not_found")
         return JSONResponse(_model(name, self.llm))
 

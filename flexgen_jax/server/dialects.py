@@ -93,6 +93,8 @@ class Dialects:
         model = body.get("model")
         chat = dialect.chat_body(body)
         chat["messages"] = in_turns(chat["messages"])
+        if model in self._engine.llm.config.adapter_names:
+            chat["model"] = model
         asked = self._ask(json.dumps(chat).encode(), CHAT)
         try:
             requests = requests_of(asked.line, self._engine.llm, self._engine.next_id)

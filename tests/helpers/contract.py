@@ -176,10 +176,18 @@ def cases_with(
 
 class Contract:
     """Runs a model in many ways. Lossy cases are compared with a resident run that loses the
-    same, all others with the reference. has_logprobs: log-probabilities, too."""
+    same, all others with the reference. has_logprobs: log-probabilities, too. adapters: of the
+    model; chosen: that of each prompt, () if none is chosen."""
 
-    def __init__(self, reference: Reference, has_logprobs: bool = False) -> None:
+    def __init__(
+        self,
+        reference: Reference,
+        has_logprobs: bool = False,
+        adapters: Sequence[str] = (),
+        chosen: Sequence[str | None] = (),
+    ) -> None:
         self._reference, self._has_logprobs = reference, has_logprobs
+        self._adapters, self._chosen = adapters, chosen
         self._resident: dict[Case, list[list[int]]] = {}
 
     def check(self, case: Case, offload_dir: Path, patch: pytest.MonkeyPatch) -> None:
@@ -229,6 +237,7 @@ class Contract:
             unified=case.unified,
             prefix_sharing=case.prefix == "found",
             draft="lookup" if case.has_draft else None,
+            adapter=self._adapters,
         ) as llm:
             results = llm.generate(
                 prompt_token_ids=prompts(),
@@ -241,10 +250,12 @@ class Contract:
                     for count in case.new_tokens
                 ],
                 prefix=prompts()[0][:SHARED] if case.prefix == "named" else None,
+                adapter=self._chosen or None,
             )
             report = llm.report()
         assert_within_plan(report)
-        assert report["prompt_tokens"] == case.computed_prompt_tokens, report["prompt_tokens"]
+        shares = Case() if self._chosen else case  # texts with adapters share nothing
+        assert report["prompt_tokens"] == shares.computed_prompt_tokens, report["prompt_tokens"]
         if case.has_draft:
             assert report["tokens_a_pass"] > 1
         return results

@@ -283,7 +283,7 @@ def worker_options(options: EngineOptions) -> dict[str, Any]:
         del arguments[name]
     for name in ("model", "offload_dir"):
         arguments[name] = None if arguments[name] is None else str(arguments[name])
-    return arguments
+    return arguments | {"adapter": list(options.adapters)}
 
 
 def _predicted(plan: ChainPlan) -> dict[str, float]:

@@ -122,7 +122,7 @@ class StageSource(Slots):
 
 def batch_arrays(batch: Batch) -> dict[str, Any]:
     """Returns a batch as the content of a message."""
-    arrays = ("ids", "first_valid", "sampling", "targets", "forced", "most")
+    arrays = ("ids", "first_valid", "sampling", "targets", "forced", "most", "adapters")
     names = (*arrays, "logprobs", "prompt_logprobs", "pooling")
     return {name: getattr(batch, name) for name in names}
 

@@ -27,7 +27,6 @@ from flexgen_jax.layers.programs.table import (
     floats,
     ints,
     program,
-    rows_of,
 )
 from flexgen_jax.layers.quantization import Kept, quantize_as
 from flexgen_jax.layers.rotary import Rows
@@ -102,7 +101,7 @@ def attend(
         )
 
     cache = model.blocks(layer, rows, blocks, tail)
-    placed = (ints(len(cache)), ints(), rows_of(rows))
+    placed = (ints(len(cache)), ints(), model.rows(rows))
     return Traced(run, (model.query(layer, rows, tokens), cache, *placed))
 
 
@@ -132,7 +131,7 @@ def attend_chunk(model: Traceable, layer: LayerSpec, rows: int, asked: int, toke
         model.block(layer, rows, tokens),
         ints(),
         ints(),
-        rows_of(rows),
+        model.rows(rows),
     )
     return Traced(run, arguments, donated=(0,))
 
@@ -216,7 +215,7 @@ def attend_prefix(
         return out, lse
 
     partial = None if is_first else model.partial(layer, rows, asked)
-    placed = (model.blocks(layer, 1, blocks), ints(5), ints(), rows_of(rows))
+    placed = (model.blocks(layer, 1, blocks), ints(5), ints(), model.rows(rows))
     arguments = (partial, model.query(layer, rows, asked), *placed)
     return Traced(run, arguments, donated=() if is_first else (0,))
 
@@ -257,7 +256,7 @@ def rank_tokens(
         return rank(query, keys, starts, position, first, room, tuning, attention.softcap)
 
     keys = tuple(sides(block)[0] for block in model.blocks(layer, rows, blocks, tail))
-    placed = (ints(len(keys)), ints(), rows_of(rows))
+    placed = (ints(len(keys)), ints(), model.rows(rows))
     return Traced(run, (model.query(layer, rows), keys, *placed))
 
 

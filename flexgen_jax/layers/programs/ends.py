@@ -19,7 +19,6 @@ from flexgen_jax.layers.programs.table import (
     floats,
     ints,
     program,
-    rows_of,
 )
 from flexgen_jax.layers.rotary import Branches, Rows
 from flexgen_jax.layers.sampling import (
@@ -44,7 +43,7 @@ def embed(model: Traceable, rows: int, tokens: int, branches: Branches | None = 
         hidden = apply(module, weights, ids, start, rows)
         return hidden, checked(jnp.zeros(2, jnp.int32), jnp.isfinite(hidden).all())
 
-    placed = (ints(rows, tokens), ints(), rows_of(rows))
+    placed = (ints(rows, tokens), ints(), model.rows(rows))
     return Traced(run, (model.weights(model.spec.embedding), *placed))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -44,28 +43,39 @@ def _router(model: Traceable, layer: LayerSpec) -> Router:
 
 @program
 def route(model: Traceable, layer: LayerSpec, rows: int, tokens: int) -> Traced:
-    """Chooses experts: (weights without theirs, hidden states after attention) -> the results of
-    `layers.experts.Router`, for rows times `tokens` tokens."""
+    """Chooses experts: (weights without theirs, hidden states after attention, the rows' adapters
+    if they choose) -> the results of `layers.experts.Router`, for rows times `tokens` tokens, with
+    the tokens' adapters before the last."""
     router = _router(model, layer)
 
-    def run(weights: Weights, hidden: jax.Array) -> Any:
-        return apply(router, weights, hidden.reshape(-1, hidden.shape[-1]))
+    def run(weights: Weights, hidden: jax.Array, *adapters: jax.Array) -> Any:
+        of_tokens = _of_tokens(adapters, tokens)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        *routed, out = apply(router, weights, flat, adapters=of_tokens)
+        return *routed, *of_tokens, out
 
-    return Traced(run, (model.weights(layer), model.hidden(rows, tokens)))
+    return Traced(run, (model.weights(layer), model.hidden(rows, tokens), *model.adapters(rows)))
+
+
+def _of_tokens(adapters: Sequence[jax.Array], tokens: int) -> list[jax.Array]:
+    """Returns the number of each token's adapter, for rows of `tokens` tokens, () if rows do not
+    choose."""
+    return [jnp.repeat(numbers, tokens) for numbers in adapters]
 
 
 @program
 def guess(model: Traceable, layer: LayerSpec, rows: int, tokens: int = 1) -> Traced:
-    """Guesses a layer's experts: (its tensors for routing, hidden states of the layer before) ->
-    numbers of experts, int32 [batch x token, top]."""
+    """Guesses a layer's experts: (its tensors for routing, hidden states of the layer before, the
+    rows' adapters if they choose) -> numbers of experts, int32 [batch x token, top]."""
     router = _router(model, layer)
 
-    def run(weights: Weights, hidden: jax.Array) -> Any:
+    def run(weights: Weights, hidden: jax.Array, *adapters: jax.Array) -> Any:
         flat = hidden.reshape(-1, hidden.shape[-1])
-        return apply(router, weights, flat, method="guess")
+        of_tokens = _of_tokens(adapters, tokens)
+        return apply(router, weights, flat, adapters=of_tokens, method="guess")
 
     weights = {tensor.path: abstract(model.formats.weight(tensor)) for tensor in layer.routing}
-    return Traced(run, (weights, model.hidden(rows, tokens)))
+    return Traced(run, (weights, model.hidden(rows, tokens), *model.adapters(rows)))
 
 
 MAX_EXPERTS = 8
@@ -84,8 +94,8 @@ def num_experts(layer: LayerSpec) -> int:
 
 @program
 def add_experts(model: Traceable, layer: LayerSpec, tokens: int) -> Traced:
-    """Adds the results of `num_experts` experts: (weights of each, the results of `route` without
-    the last, the number of each, result so far, which is donated) -> result. An expert with the
+    """Adds the results of `num_experts` experts: (weights of each, result so far, which is donated,
+    the number of each, the results of `route` without the last) -> result. An expert with the
     number -1 adds nothing and takes no time."""
     experts, hidden, count = _experts(layer), model.spec.hidden_size, num_experts(layer)
     block = MLP(experts.expert, model.kernels, model.dtype, model.formats.matmul_bits)
@@ -93,26 +103,34 @@ def add_experts(model: Traceable, layer: LayerSpec, tokens: int) -> Traced:
 
     def run(
         weights: Sequence[Weights],
+        out: jax.Array,
+        numbers: Sequence[jax.Array],
         x: jax.Array,
         choices: jax.Array,
         share: jax.Array,
-        numbers: Sequence[jax.Array],
-        out: jax.Array,
+        *adapters: jax.Array,
     ) -> jax.Array:
         for number, expert_weights in zip(numbers, weights, strict=True):
-            of_expert = partial(apply, block, expert_weights)
-            out = add_expert(of_expert, size, x, choices, share, number, out)
+
+            def of_expert(
+                x: jax.Array, *adapters: jax.Array, weights: Weights = expert_weights
+            ) -> jax.Array:
+                result: jax.Array = apply(block, weights, x, adapters=adapters)
+                return result
+
+            out = add_expert(of_expert, size, (x, *adapters), choices, share, number, out)
         return out
 
     arguments = (
         [model.weights(layer, 0)] * count,
+        floats(tokens, hidden),
+        [ints()] * count,
         model.array(tokens, hidden),
         ints(tokens, experts.top),
         floats(tokens, experts.top),
-        [ints()] * count,
-        floats(tokens, hidden),
+        *model.adapters(tokens),
     )
-    return Traced(run, arguments, donated=(5,))
+    return Traced(run, arguments, donated=(1,))
 
 
 @program
@@ -133,7 +151,7 @@ def combine_beside(
     model: Traceable, layer: LayerSpec, rows: int, tokens: int, places: int = 1
 ) -> Traced:
     """Finishes a layer with experts next to a dense block, which it computes: (weights without
-    theirs, and the arguments of `combine`) -> hidden, checks."""
+    theirs, the arguments of `combine`, the rows' adapters if they choose) -> hidden, checks."""
     ending = Beside(
         config=model.config,
         spec=_experts(layer),
@@ -143,14 +161,20 @@ def combine_beside(
     )
 
     def run(
-        weights: Weights, hidden: jax.Array, checks: jax.Array, outs: Sequence[jax.Array]
+        weights: Weights,
+        hidden: jax.Array,
+        checks: jax.Array,
+        outs: Sequence[jax.Array],
+        *adapters: jax.Array,
     ) -> Any:
-        ended = apply(ending, weights, hidden.reshape(outs[0].shape), _sum(outs))
+        given = (hidden.reshape(outs[0].shape), _sum(outs))
+        ended = apply(ending, weights, *given, adapters=_of_tokens(adapters, tokens))
         hidden = ended.reshape(hidden.shape)
         return hidden, _checked_again(checks, hidden)
 
-    out = floats(rows * tokens, model.spec.hidden_size)
-    return Traced(run, (model.weights(layer), model.hidden(rows, tokens), CHECKS, [out] * places))
+    out, hidden = floats(rows * tokens, model.spec.hidden_size), model.hidden(rows, tokens)
+    arguments = (model.weights(layer), hidden, CHECKS, [out] * places, *model.adapters(rows))
+    return Traced(run, arguments)
 
 
 def _sum(outs: Sequence[jax.Array]) -> jax.Array:

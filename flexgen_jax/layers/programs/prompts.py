@@ -21,7 +21,6 @@ from flexgen_jax.layers.programs.table import (
     checked,
     ints,
     program,
-    rows_of,
 )
 from flexgen_jax.layers.quantization import QuantizedArray, assemble, dequantize
 from flexgen_jax.layers.rotary import Branches, Rows
@@ -57,7 +56,13 @@ def prefill(
         rows = rows._replace(first_valid=rows.first_valid - skipped)
         rows = rows.with_branches(branches, hidden.shape[1])
         hidden, arrays = apply(
-            module, weights, hidden, rows, only_last=only_last, branches=branches, method="prefill"
+            module,
+            weights,
+            *(hidden, rows),
+            adapters=rows.chosen,
+            only_last=only_last,
+            branches=branches,
+            method="prefill",
         )
         hidden = hidden if only_last else _padded(hidden, skipped, axis=1)
         arrays = tuple(_padded(x, skipped, axis=x.ndim - 2) for x in arrays)
@@ -71,7 +76,7 @@ def prefill(
             return sizes.prefill_sequences(rows, tokens - skipped, formats.weight_bits)
 
         hidden, leaves, is_finite = in_segments(
-            partial(some, weights), segments or [(batch, 0)], at_once, hidden, *rows[:3]
+            partial(some, weights), segments or [(batch, 0)], at_once, hidden, *rows.of_each
         )
         blocks = [
             _assembled(formats, layer, batch, length, arrays)
@@ -80,7 +85,7 @@ def prefill(
         return hidden, tuple(blocks), checked(checks, is_finite.all())
 
     hidden = model.hidden(rows, sum(cuts))
-    return Traced(run, (model.weights(layer), hidden, CHECKS, rows_of(rows)))
+    return Traced(run, (model.weights(layer), hidden, CHECKS, model.rows(rows)))
 
 
 def _cut(formats: Formats, arrays: tuple[jax.Array, ...], cuts: Sequence[int]) -> list[Block]:
@@ -119,37 +124,47 @@ def project_chunk(model: Traceable, layer: LayerSpec, rows: int, tokens: int, as
         batch, tokens, _ = hidden.shape
 
         def some(hidden: jax.Array, *each: jax.Array) -> Any:
+            rows = Rows(*each)
+            given = (hidden, start, rows, asked)
             query, partial, block = apply(
-                module, weights, hidden, start, Rows(*each), asked, method="project_chunk"
+                module, weights, *given, adapters=rows.chosen, method="project_chunk"
             )
             return query, partial, [jax.tree.leaves(x) for x in sealed(formats, block)]
 
         size = model.kernels.sizes.prefill_sequences(batch, tokens, formats.weight_bits)
-        query, partial, leaves = in_groups(some, size, hidden, *rows[:3])
+        query, partial, leaves = in_groups(some, size, hidden, *rows.of_each)
         return query, partial, _assembled(formats, layer, batch, tokens, leaves)
 
     hidden = model.hidden(rows, tokens)
-    return Traced(run, (model.weights(layer), hidden, ints(), rows_of(rows)))
+    return Traced(run, (model.weights(layer), hidden, ints(), model.rows(rows)))
 
 
 @program
 def finish_chunk(model: Traceable, layer: LayerSpec, rows: int, tokens: int, asked: int) -> Traced:
     """Computes the prefill of a chunk after attention: (weights, hidden, checks, partial result of
-    attention to everything) -> hidden states of the last `asked` tokens, checks."""
+    attention to everything, the rows' adapters if they choose) -> hidden states of the last `asked`
+    tokens, checks."""
     module, formats = model.decoder(layer), model.formats
 
-    def run(weights: Weights, hidden: jax.Array, checks: jax.Array, partial: Partial) -> Any:
-        def some(hidden: jax.Array, attended: jax.Array) -> Any:
-            hidden = apply(module, weights, hidden, attended, method="finish_chunk")
+    def run(
+        weights: Weights,
+        hidden: jax.Array,
+        checks: jax.Array,
+        partial: Partial,
+        *adapters: jax.Array,
+    ) -> Any:
+        def some(hidden: jax.Array, attended: jax.Array, *adapters: jax.Array) -> Any:
+            given = (hidden, attended)
+            hidden = apply(module, weights, *given, adapters=adapters, method="finish_chunk")
             return hidden, jnp.isfinite(hidden).all((1, 2))
 
         batch, tokens, _ = hidden.shape
         size = model.kernels.sizes.prefill_sequences(batch, tokens, formats.weight_bits)
-        hidden, is_finite = in_groups(some, size, hidden, partial[0])
+        hidden, is_finite = in_groups(some, size, hidden, partial[0], *adapters)
         return hidden, checked(checks, is_finite.all())
 
-    partial = model.partial(layer, rows, asked)
-    return Traced(run, (model.weights(layer), model.hidden(rows, tokens), CHECKS, partial))
+    hidden, partial = model.hidden(rows, tokens), model.partial(layer, rows, asked)
+    return Traced(run, (model.weights(layer), hidden, CHECKS, partial, *model.adapters(rows)))
 
 
 @program
@@ -189,11 +204,12 @@ def mix(
         *known: jax.Array,
     ) -> Any:
         def some(hidden: jax.Array, *each: jax.Array) -> Any:
-            state, where = each[3:], (start, Rows(*each[:3]))
-            given = (hidden, blocks, state, *where, asked, *known)
-            return apply(module, weights, *given, method="mix")
+            count = len(rows.of_each)
+            state, own_rows = each[count:], Rows(*each[:count])
+            given = (hidden, blocks, state, start, own_rows, asked, *known)
+            return apply(module, weights, *given, adapters=own_rows.chosen, method="mix")
 
-        hidden, new, state = in_groups(some, at_once, hidden, *rows[:3], *state)
+        hidden, new, state = in_groups(some, at_once, hidden, *rows.of_each, *state)
         kept = _cut(formats, new, cuts) if cuts else new
         return hidden, kept, state, checked(checks, jnp.isfinite(hidden).all())
 
@@ -204,7 +220,7 @@ def mix(
         model.state(layer, rows),
         ints(),
         CHECKS,
-        rows_of(rows),
+        model.rows(rows),
         *((ints(),) if has_guesses else ()),
     )
     return Traced(run, arguments, donated=(3,) if donates else ())

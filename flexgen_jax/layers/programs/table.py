@@ -19,6 +19,7 @@ from flax.traverse_util import unflatten_dict
 
 from flexgen_jax.layers.decoder import DecoderLayer
 from flexgen_jax.layers.kernels import Kernels
+from flexgen_jax.layers.linear import ADAPTERS
 from flexgen_jax.layers.quantization import Kept, assemble
 from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.models.config import ModelConfig
@@ -141,6 +142,14 @@ class Traceable:
         """What a layer replaces with every token."""
         return tuple(abstract(self.formats.plain(leaf, rows)) for leaf in layer.replaced)
 
+    def rows(self, rows: int) -> Rows:
+        """Where a batch's sequences are."""
+        return Rows(ints(rows), ints(rows), ints(rows), *self.adapters(rows))
+
+    def adapters(self, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The number of each row's adapter, if rows choose."""
+        return (ints(rows),) if self.config.adapter_names else ()
+
     def query(self, layer: LayerSpec, rows: int, tokens: int = 1) -> jax.ShapeDtypeStruct:
         return self.array(*layer.attention.query_shape(rows, tokens))
 
@@ -172,14 +181,16 @@ CHECKS = ints(2)
 from 1, whose results were not all finite, 0 if all were."""
 
 
-def rows_of(rows: int) -> Rows:
-    """Returns the abstract arguments that say where a batch's sequences are."""
-    return Rows(ints(rows), ints(rows), ints(rows))
-
-
-def apply(module: Any, weights: Weights, *arrays: Any, **options: Any) -> Any:
-    """Calls a module with a layer's tensors as its parameters."""
+def apply(
+    module: Any, weights: Weights, *arrays: Any, adapters: Sequence[jax.Array] = (), **options: Any
+) -> Any:
+    """Calls a module with a layer's tensors as its parameters. adapters: the number of each row's
+    adapter, int32 [batch], or nothing if rows do not choose."""
     variables = {"params": unflatten_dict(dict(weights), sep=".")}
+    for numbers in adapters:
+        paths = (path for path in weights if path.endswith(".lora_a"))
+        rows = {f"{path.removesuffix('lora_a')}rows": numbers for path in paths}
+        variables[ADAPTERS] = unflatten_dict(rows, sep=".")
     return module.apply(variables, *arrays, **options)
 
 

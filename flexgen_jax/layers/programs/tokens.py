@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.layers.attention import Block
+from flexgen_jax.layers.attention import Block, Partial
 from flexgen_jax.layers.programs.table import (
     CHECKS,
     Traceable,
@@ -18,7 +18,6 @@ from flexgen_jax.layers.programs.table import (
     checked,
     decoding_program,
     ints,
-    rows_of,
 )
 from flexgen_jax.layers.rotary import Rows
 from flexgen_jax.layers.self_attention import Arrays
@@ -52,11 +51,17 @@ def decode(
         tail: Arrays,
         checks: jax.Array,
         position: jax.Array,
-        *where: Any,
+        rows: Rows,
+        *counts: jax.Array,
     ) -> Any:
-        cache = (hidden, blocks, tail, position, *where)
         hidden, new = apply(
-            module, weights, *cache, max_tokens=room, appends=appends, method="decode"
+            module,
+            weights,
+            *(hidden, blocks, tail, position, rows, *counts),
+            adapters=rows.chosen,
+            max_tokens=room,
+            appends=appends,
+            method="decode",
         )
         return hidden, new, checked(checks, jnp.isfinite(hidden).all())
 
@@ -67,7 +72,7 @@ def decode(
         model.tail(layer, rows, tail),
         CHECKS,
         ints(),
-        rows_of(rows),
+        model.rows(rows),
         *((ints(rows),) if room else ()),
     )
     return Traced(run, arguments, donated=(3,) if appends else ())
@@ -104,7 +109,12 @@ def decode_joined(
             if model.formats.weight_bits < 16:  # else XLA would unpack many layers' weights at once
                 hidden, own = jax.lax.optimization_barrier((hidden, own))
             hidden, opened = apply(
-                module, own, hidden, sealed, opened, position, rows, appends=True, method="decode"
+                module,
+                own,
+                *(hidden, sealed, opened, position, rows),
+                adapters=rows.chosen,
+                appends=True,
+                method="decode",
             )
             checks = checked(checks, jnp.isfinite(hidden).all())
             appended.append(opened)
@@ -117,7 +127,7 @@ def decode_joined(
         [model.tail(spec, rows, tail) for spec in specs],
         CHECKS,
         ints(),
-        rows_of(rows),
+        model.rows(rows),
     )
     return Traced(run, arguments, donated=(3,))
 
@@ -129,21 +139,40 @@ def project(model: Traceable, layer: LayerSpec, rows: int, tokens: int = 1) -> T
     module = model.decoder(layer)
 
     def run(weights: Weights, hidden: jax.Array, position: jax.Array, rows: Rows) -> Any:
-        return apply(module, weights, hidden, position, rows, method="project")
+        where = (hidden, position, rows)
+        return apply(module, weights, *where, adapters=rows.chosen, method="project")
 
-    return Traced(run, (model.weights(layer), model.hidden(rows, tokens), ints(), rows_of(rows)))
+    return Traced(run, (model.weights(layer), model.hidden(rows, tokens), ints(), model.rows(rows)))
 
 
 @decoding_program
 def finish(model: Traceable, layer: LayerSpec, rows: int, places: int, tokens: int = 1) -> Traced:
     """Computes `decode` after attention: (weights, hidden, checks, query, new keys and values, a
-    list of partial results, one for each place) -> hidden, checks."""
+    list of partial results, one for each place, the rows' adapters if they choose) -> hidden,
+    checks."""
     module = model.decoder(layer)
 
-    def run(weights: Weights, hidden: jax.Array, checks: jax.Array, *attended: Any) -> Any:
-        hidden = apply(module, weights, hidden, *attended, method="finish")
+    def run(
+        weights: Weights,
+        hidden: jax.Array,
+        checks: jax.Array,
+        query: jax.Array,
+        new: Arrays,
+        partials: list[Partial],
+        *adapters: jax.Array,
+    ) -> Any:
+        attended = (hidden, query, new, partials)
+        hidden = apply(module, weights, *attended, adapters=adapters, method="finish")
         return hidden, checked(checks, jnp.isfinite(hidden).all())
 
     partials = [model.partial(layer, rows, tokens)] * places
-    attended = (model.query(layer, rows, tokens), model.tail(layer, rows, tokens), partials)
-    return Traced(run, (model.weights(layer), model.hidden(rows, tokens), CHECKS, *attended))
+    arguments = (
+        model.weights(layer),
+        model.hidden(rows, tokens),
+        CHECKS,
+        model.query(layer, rows, tokens),
+        model.tail(layer, rows, tokens),
+        partials,
+        *model.adapters(rows),
+    )
+    return Traced(run, arguments)
