@@ -63,9 +63,9 @@ class LowRank:
 class Adapter:
     """A folder with an adapter of peft; raises `CheckpointError` for one that cannot be applied.
 
-    name: the name in requests, "" for an adapter of all texts. modules: the matrices of each module,
-    such as "model.layers.0.self_attn.q_proj"; replaced: names in the file of tensors that replace
-    the model's, by the model's names.
+    name: the name in requests, "" for an adapter of all texts. modules: the matrices of each
+    module, such as "model.layers.0.self_attn.q_proj"; replaced: names in the file of tensors that
+    replace the model's, by the model's names.
     """
 
     def __init__(self, folder: Path, name: str = "") -> None:
@@ -235,8 +235,8 @@ class AdaptedWeights:
             mixing = (t.key for t in layer.tensors if t.path.startswith("attention."))
             if is_tiled and any(key in self._where for key in mixing):
                 raise CheckpointError(
-                    f"{self._adapters[0].folder}: adapters of recurrent layers do not fit this GGUF "
-                    "file, which has their heads in another order: use the safetensors"
+                    f"{self._adapters[0].folder}: adapters of recurrent layers do not fit this "
+                    "GGUF file, which has their heads in another order: use the safetensors"
                 )
 
     def _rank(self, tensor: TensorSpec) -> int:
@@ -270,8 +270,8 @@ class AdaptedWeights:
         return self._low_rank(tensor)[start:stop].astype(numpy_dtype(dtype))
 
     def _low_rank(self, tensor: TensorSpec) -> np.ndarray:
-        """Returns the matrices of all adapters as one, fp32, with zeros where an adapter has a lower
-        rank or none: A is [adapter, rank, in], s B is [out, adapter, rank]."""
+        """Returns the matrices of all adapters as one, fp32, with zeros where an adapter has a
+        lower rank or none: A is [adapter, rank, in], s B is [out, adapter, rank]."""
         matrix, _, side = tensor.key.rpartition(".lora_")
         stored, array = self._where[f"{matrix}.kernel"], np.zeros(tensor.shape, np.float32)
         for adapter, low in self._of_matrix(stored):

@@ -20,8 +20,8 @@ def block(matrix: jax.Array, x: jax.Array) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=0)
-def added(size: int, matrix: jax.Array, *routed: jax.Array) -> jax.Array:
-    return add_expert(partial(block, matrix), size, *routed)
+def added(size: int, matrix: jax.Array, x: jax.Array, *routed: jax.Array) -> jax.Array:
+    return add_expert(partial(block, matrix), size, (x,), *routed)
 
 
 @given(
@@ -61,7 +61,7 @@ def test_an_unchosen_expert_is_not_computed(tokens: int, size: int) -> None:
         return jax.pure_callback(counted, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
     arrays = (
-        np.ones((tokens, HIDDEN), np.float32),
+        (np.ones((tokens, HIDDEN), np.float32),),
         np.zeros((tokens, TOP), np.int32),
         np.ones((tokens, TOP), np.float32),
     )
