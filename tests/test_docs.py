@@ -11,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from flexgen_jax.cli.main import main
 from flexgen_jax.models.loading import shipped_model
+from tests.helpers.adapters import write_adapter
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -76,6 +78,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "requests.jsonl.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
     (tmp_path / "text.txt").write_text("The people of the United States have\nIt is so\n" * 8)
     (tmp_path / "p.json").write_text("{}")
+    for name in ("sql", "law"):
+        pair = {"A": np.ones((4, 256), np.float32), "B": np.zeros((256, 4), np.float32)}
+        module = "model.decoder.layers.0.self_attn.q_proj"
+        write_adapter(tmp_path / "adapters" / name, {module: pair})
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -101,8 +107,11 @@ def test_command_parses(words: list[str]) -> None:
 )
 def test_command_runs(words: list[str], folder: Path) -> None:
     """With the small model instead of a large one, and few tokens."""
+    places = {"path/to/adapter": "adapters/sql"}
     changed = [
-        str(folder / "model") if word.startswith("path/to") else word.replace("/ssd", str(folder))
+        str(folder / places.get(word, "model"))
+        if word.startswith("path/to")
+        else word.replace("/ssd", str(folder))
         for word in words
     ]
     changed += ["--max-tokens", "2"] if words[0] == "generate" else []

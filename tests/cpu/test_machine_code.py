@@ -33,6 +33,7 @@ from flexgen_jax.cpu.jit.emit import F32, I8, I16, I32, I64, Function, Scalar, V
 from flexgen_jax.cpu.jit.host_kernel import Arguments, HostKernel
 from flexgen_jax.cpu.processor import Processor
 from flexgen_jax.models.formats.known import own
+from flexgen_jax.models.formats.lanes import in_lanes
 from flexgen_jax.models.formats.storage import Storage
 from tests.helpers.cases import examples
 
@@ -52,7 +53,7 @@ ZEN4, SKYLAKE, HASWELL = (
     for name, features in (("znver4", PAIRS), ("skylake-avx512", WIDE), ("haswell", AVX2))
 )
 NEOVERSE = known("neoverse-n1", frozenset({"neon"}), ARM)
-OWN4 = grouping_of(Storage((2048, 2048), "bfloat16", own(4)))
+OWN4 = grouping_of(in_lanes(Storage((2048, 2048), "bfloat16", own(4))))
 
 
 class CapturedError(Exception):
