@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from flexgen_jax.cpu import attention, delta, matmul
+from flexgen_jax.cpu import attention, delta, low_rank, matmul
 from flexgen_jax.cpu.processor import features
 from flexgen_jax.gpu import DeviceKernels, kernels_of_gpu
 from flexgen_jax.layers.attention import KVPair, Partial
@@ -88,6 +88,18 @@ class CpuKernels(DeviceKernels):
         else:
             product = matmul.matmul(x, kernel, bias, x.dtype)
         return super().matmul(x, kernel, bias, bits) if product is None else product
+
+    def add_low_rank(
+        self,
+        out: jax.Array,
+        x: jax.Array,
+        a: jax.Array,
+        b: jax.Array,
+        adapters: jax.Array | None,
+    ) -> jax.Array:
+        args = (out, x, a, b, adapters)
+        added = low_rank.add_low_rank(*args)
+        return super().add_low_rank(*args) if added is None else added
 
     def logits(self, x: jax.Array, table: Kept) -> jax.Array:
         product = matmul.matmul(x, table, None, jnp.float32)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 
 from flexgen_jax.layers import delta_rule
 from flexgen_jax.layers.attention import (
@@ -122,6 +123,21 @@ class Kernels(Protocol):
         themselves, 8 rounds both sides to 8-bit integers (LLM.int8(), sections 2 and 3).
         """
 
+    def add_low_rank(
+        self,
+        out: jax.Array,
+        x: jax.Array,
+        a: jax.Array,
+        b: jax.Array,
+        adapters: jax.Array | None,
+    ) -> jax.Array:
+        """Returns `out + B (A x)`, with the matrices of each row's adapter.
+
+        out: [batch, ..., out]; x: [batch, ..., in]; a: [adapter, rank, in]; b: [adapter, rank,
+        out]; adapters: int32 [batch], the number of each row's adapter, -1 for none; None means the
+        first for all.
+        """
+
     def matmul_by_heads(
         self, x: jax.Array, kernel: Kept, features: tuple[int, int], is_inverse: bool
     ) -> jax.Array:
@@ -223,6 +239,21 @@ class XlaKernels:
         if bits == 8:
             return matmul_int8(x, kernel, bias, part_bytes, self.tuning)
         return matmul(x, kernel, bias, part_bytes, self.tuning).astype(x.dtype)
+
+    def add_low_rank(
+        self,
+        out: jax.Array,
+        x: jax.Array,
+        a: jax.Array,
+        b: jax.Array,
+        adapters: jax.Array | None,
+    ) -> jax.Array:
+        count, rank, _ = a.shape
+        inner = self.matmul(x, a.reshape(count * rank, -1), None)
+        if adapters is not None:
+            is_own = jnp.repeat(adapters[:, None] == jnp.arange(count), rank, axis=1)
+            inner = jnp.where(is_own.reshape(len(x), *[1] * (x.ndim - 2), -1), inner, 0)
+        return out + self.matmul(inner, b.reshape(count * rank, -1).T, None)
 
     def matmul_by_heads(
         self, x: jax.Array, kernel: Kept, features: tuple[int, int], is_inverse: bool

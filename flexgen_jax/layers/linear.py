@@ -33,7 +33,7 @@ class Linear(nn.Module):
 
     With LoRA adapters, the result is W x + B (A x); see `models.adapters`.
 
-    lora_a: A, [adapter, rank, in]; lora_b: B, [features, adapter, rank]
+    lora_a: A, [adapter, rank, in]; lora_b: B, [adapter, rank, features]
     rows (collection `ADAPTERS`): int32 [batch], the number of each row's adapter, -1 for none. If
         this variable is missing, the only adapter applies to all rows.
     """
@@ -56,14 +56,6 @@ class Linear(nn.Module):
         a: jax.Array | None = self.get_variable("params", "lora_a")
         if a is None:
             return out
-        return out + self._low_rank(x, a, self.get_variable("params", "lora_b"))
-
-    def _low_rank(self, x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-        """Returns the adapters' part of the result."""
-        count, rank, _ = a.shape
-        inner = self.kernels.matmul(x, a.reshape(count * rank, -1), None)
+        b: jax.Array = self.get_variable("params", "lora_b")
         rows: jax.Array | None = self.get_variable(ADAPTERS, "rows")
-        if rows is not None:
-            is_own = jnp.repeat(rows[:, None] == jnp.arange(count), rank, axis=1)
-            inner = jnp.where(is_own.reshape(len(rows), *[1] * (x.ndim - 2), -1), inner, 0)
-        return self.kernels.matmul(inner, b.reshape(-1, count * rank), None)
+        return self.kernels.add_low_rank(out, x, a, b, rows)

@@ -271,7 +271,8 @@ class AdaptedWeights:
 
     def _low_rank(self, tensor: TensorSpec) -> np.ndarray:
         """Returns the matrices of all adapters as one, fp32, with zeros where an adapter has a
-        lower rank or none: A is [adapter, rank, in], s B is [out, adapter, rank]."""
+        lower rank or none: A is [adapter, rank, in], the
+        transpose of s B is [adapter, rank, out]."""
         matrix, _, side = tensor.key.rpartition(".lora_")
         stored, array = self._where[f"{matrix}.kernel"], np.zeros(tensor.shape, np.float32)
         for adapter, low in self._of_matrix(stored):
@@ -281,8 +282,8 @@ class AdaptedWeights:
                 array[number, : len(a)] = a
             else:
                 b = adapter.matrix(low.b) * low.scale
-                rows = [b[part] for part in stored.ranges(0, tensor.shape[0])]
-                array[:, number, : b.shape[1]] = np.concatenate(rows)
+                rows = [b[part] for part in stored.ranges(0, tensor.shape[2])]
+                array[number, : b.shape[1]] = np.concatenate(rows).T
         return array
 
     def read_packed(self, tensor: TensorSpec, start: int, stop: int) -> list[np.ndarray]:

@@ -213,7 +213,7 @@ def _adapted(layer: LayerSpec, ranks: Mapping[str, int], count: int) -> LayerSpe
         tensors.append(tensor)
         if rank := ranks.get(tensor.key):
             rows, columns = tensor.shape
-            shapes = {"lora_a": (count, rank, columns), "lora_b": (rows, count, rank)}
+            shapes = {"lora_a": (count, rank, columns), "lora_b": (count, rank, rows)}
             tensors += [
                 TensorSpec(
                     path=f"{tensor.path.removesuffix('kernel')}{name}",

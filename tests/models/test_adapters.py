@@ -29,8 +29,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(tmp_path_factory.mktemp("llama"), "llama", 0)
 
 
-def scores(model: Path, **options: Any) -> list[float]:
-    with LLM(model, dtype="float32", **options) as llm:
+def scores(model: Path, dtype: str = "float32", **options: Any) -> list[float]:
+    with LLM(model, dtype=dtype, **options) as llm:
         return llm.score(prompt_token_ids=[IDS])[0].logprobs
 
 
@@ -78,6 +78,8 @@ def test_the_stored_weights_stay_as_they_are(llama: Reference, tmp_path: Path) -
     model = open_model(llama.folder, False, 0, adapters=[path])
     assert model.source.fingerprint("float32") == plain.source.fingerprint("float32")
     assert model.source.content("float32") != plain.source.content("float32")
+    narrow = scores(llama.folder, "bfloat16", adapter=path)
+    np.testing.assert_allclose(narrow, adapted.logprobs(IDS), atol=0.2)
     kernel = model_spec(model.config).tensors["decoder.0.attention.q.kernel"]
     low_rank = model_spec(model.config).tensors["decoder.0.attention.q.lora_a"]
     bits = [tensor.storage("bfloat16", bits=4).format for tensor in (kernel, low_rank)]
