@@ -30,12 +30,12 @@ Made = tuple[Weights, np.ndarray]
 
 
 def words(codes: np.ndarray, bits: int, axis: int) -> np.ndarray:
-    """Packs codes into int32 along an axis, the first one in the lowest bits."""
-    each = 32 // bits
-    codes = np.moveaxis(codes.astype(np.uint64), axis, -1)
-    codes = codes.reshape(*codes.shape[:-1], -1, each)
-    packed = sum(codes[..., n] << np.uint64(bits * n) for n in range(each))
-    return np.moveaxis(packed.astype(np.uint32).view(np.int32), -1, axis)  # type: ignore[union-attr]
+    """Packs codes into int32 along an axis as one row of bits, the first code in the lowest."""
+    codes = np.moveaxis(codes.astype(np.uint8), axis, -1)
+    each = (codes[..., None] >> np.arange(bits) & 1).reshape(*codes.shape[:-1], -1)
+    padded = np.pad(each, [(0, 0)] * (codes.ndim - 1) + [(0, -each.shape[-1] % 32)])
+    packed = np.packbits(padded, axis=-1, bitorder="little").view("<i4")
+    return np.ascontiguousarray(np.moveaxis(packed, -1, axis))
 
 
 def spread(values: np.ndarray, rows: int, columns: int) -> np.ndarray:
@@ -57,6 +57,10 @@ def float8(rng: Random, shape: tuple[int, int], kind: str) -> Made:
         power = rng.integers(123, 126, (-(-rows // 32), -(-columns // 32)), np.uint8)
         each = spread(2.0 ** (power.astype(np.float32) - 127), 32, 32)[:rows, :columns]
         return {"weight": codes, "scale": power}, codes.astype(np.float32) * each
+    if kind == "micro":
+        power = rng.integers(123, 126, (rows, columns // 32), np.uint8)
+        each = np.repeat(2.0 ** (power.astype(np.float32) - 127), 32, 1)
+        return {"weight": codes, "weight_scale": power}, codes.astype(np.float32) * each
     scale = scales(rng, rows, 1, dtype=ml_dtypes.bfloat16)
     scale = scale if kind == "row" else scale[:1, 0]
     return {"weight": codes, "weight_scale": scale}, codes.astype(np.float32) * scale.astype("f4")
@@ -68,19 +72,25 @@ def integers(rng: Random, shape: tuple[int, int]) -> Made:
     return {"weight": codes, "weight_scale": scale}, codes * scale.astype(np.float32)
 
 
-def compressed(rng: Random, shape: tuple[int, int], has_zero: bool, has_order: bool) -> Made:
+def compressed(
+    rng: Random, shape: tuple[int, int], zeros: str = "", has_order: bool = False, bits: int = 4
+) -> Made:
+    """zeros: "packed" or "plain" ones, or none."""
     rows, columns = shape
-    codes, groups = rng.integers(0, 16, shape), columns // 32
-    scale = scales(rng, rows, groups, dtype=ml_dtypes.bfloat16, size=0.05)
-    zero = rng.integers(0, 16, (rows, groups)) if has_zero else np.full((rows, groups), 8)
+    most, groups = 1 << bits, columns // 32
+    codes = rng.integers(0, most, shape)
+    scale = scales(rng, rows, groups, dtype=ml_dtypes.bfloat16, size=0.8 / most)
+    zero = rng.integers(0, most, (rows, groups)) if zeros else np.full((rows, groups), most // 2)
     group_of = np.arange(columns, dtype=np.int32) // 32
     stored = {
-        "weight_packed": words(codes, 4, 1),
+        "weight_packed": words(codes, bits, 1),
         "weight_scale": scale,
         "weight_shape": np.array(shape, np.int64),
     }
-    if has_zero:
-        stored["weight_zero_point"] = words(np.pad(zero, ((0, -rows % 8), (0, 0))), 4, 0)
+    if zeros == "packed":
+        stored["weight_zero_point"] = words(zero, bits, 0)
+    elif zeros:
+        stored["weight_zero_point"] = (zero - most // 2).astype(np.int8)
     if has_order:
         group_of = rng.permutation(group_of)
         stored["weight_g_idx"] = group_of
@@ -157,17 +167,21 @@ def nvidia(rng: Random, shape: tuple[int, int], divides: bool) -> Made:
     return stored, E2M1[codes] * each * overall
 
 
-def normal(rng: Random, shape: tuple[int, int], is_nested: bool) -> Made:
+def normal(rng: Random, shape: tuple[int, int], is_nested: bool, storage: str = "uint8") -> Made:
     """4-bit NormalFloat as bitsandbytes itself packs it."""
     import torch
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     weights = torch.tensor(rng.normal(size=shape) * 0.3, dtype=torch.float32)
     packed, state = quantize_4bit(
-        weights, blocksize=32, quant_type="nf4", compress_statistics=is_nested
+        weights,
+        blocksize=32,
+        quant_type="nf4",
+        compress_statistics=is_nested,
+        quant_storage=getattr(torch, storage),
     )
     plain = dequantize_4bit(packed, state).numpy()
-    arrays = {"weight": packed.numpy()}
+    arrays = {"weight": packed.view(torch.uint8).numpy().view(storage)}
     for name, value in state.as_dict(packed=True).items():
         arrays[f"weight.{name}"] = value.numpy()
     return arrays, plain
@@ -191,15 +205,24 @@ FORMATS: dict[str, tuple[Maker, dict[str, Any]]] = {
     ),
     "int8": (integers, {"quant_method": "compressed-tensors"}),
     "int4": (
-        lambda r, s: compressed(r, s, False, False),
+        lambda r, s: compressed(r, s),
         {"quant_method": "compressed-tensors"},
     ),
     "int4-zero": (
-        lambda r, s: compressed(r, s, True, False),
+        lambda r, s: compressed(r, s, "packed"),
         {"quant_method": "compressed-tensors"},
     ),
+    "int4-plain-zero": (
+        lambda r, s: compressed(r, s, "plain"),
+        {"quant_method": "compressed-tensors"},
+    ),
+    "int3-zero": (
+        lambda r, s: compressed(r, s, "packed", bits=3),
+        {"quant_method": "compressed-tensors"},
+    ),
+    "int2": (lambda r, s: compressed(r, s, bits=2), {"quant_method": "compressed-tensors"}),
     "int4-order": (
-        lambda r, s: compressed(r, s, False, True),
+        lambda r, s: compressed(r, s, has_order=True),
         {"quant_method": "compressed-tensors"},
     ),
     "gptq": (lambda r, s: gptq(r, s, 1, False, False), {"quant_method": "gptq", "bits": 4}),
@@ -213,14 +236,34 @@ FORMATS: dict[str, tuple[Maker, dict[str, Any]]] = {
         lambda r, s: gptq(r, s, 1, False, False, 8),
         {"quant_method": "gptq", "bits": 8},
     ),
+    "gptq-3": (
+        lambda r, s: gptq(r, s, 1, True, True, 3),
+        {"quant_method": "gptq", "bits": 3},
+    ),
+    "gptq-dynamic": (
+        lambda r, s: gptq(r, s, 1, False, False, 8 if s[0] > s[1] else 4),
+        {"quant_method": "gptq", "bits": 4, "dynamic": {".*(gate|up)_proj": {"bits": 8}}},
+    ),
+    "autoround": (
+        lambda r, s: gptq(r, s, 1, True, False),
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"},
+    ),
     "mlx-4": (lambda r, s: mlx(r, s, 4), {"group_size": 32, "bits": 4, "mode": "affine"}),
     "mlx-5": (lambda r, s: mlx(r, s, 5), {"group_size": 32, "bits": 5}),
     "awq": (lambda r, s: awq(r, s, False), {"quant_method": "awq", "bits": 4}),
     "awq-zero": (lambda r, s: awq(r, s, True), {"quant_method": "awq", "bits": 4}),
+    "mxfp8": (
+        lambda r, s: float8(r, s, "micro"),
+        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+    ),
     "mxfp4": (microscaled, {"quant_method": "compressed-tensors"}),
     "nvfp4": (lambda r, s: nvidia(r, s, True), {"quant_method": "compressed-tensors"}),
     "nvfp4-modelopt": (lambda r, s: nvidia(r, s, False), {"quant_method": "modelopt"}),
     "nf4": (lambda r, s: normal(r, s, False), {"quant_method": "bitsandbytes"}),
+    "nf4-stored": (
+        lambda r, s: normal(r, s, False, "float32"),
+        {"quant_method": "bitsandbytes", "bnb_4bit_quant_storage": "float32"},
+    ),
     "nf4-nested": (lambda r, s: normal(r, s, True), {"quant_method": "bitsandbytes"}),
 }
 

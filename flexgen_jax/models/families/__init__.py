@@ -140,6 +140,7 @@ METHODS = (
     "mxfp4",
     "gptq",
     "awq",
+    "auto-round",
     "compressed-tensors",
     "modelopt",
     "bitsandbytes",
@@ -174,19 +175,8 @@ def quantization_of(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 def _unread_variant(stored: Mapping[str, Any]) -> str:
     """Returns the entry of a quantization_config that asks for a variant of a known method which is
     not read, "" if there is none."""
-    if str(stored.get("quant_algo", "")).upper() == "MXFP8":
-        return "quant_algo MXFP8"
-    storage = stored.get("bnb_4bit_quant_storage")
-    if storage not in (None, "uint8"):
-        return f"bnb_4bit_quant_storage {storage}"
-    dynamic = stored.get("dynamic")
-    for modules, changes in dynamic.items() if isinstance(dynamic, Mapping) else ():
-        of_all = {name: stored.get(name) for name in ("bits", "group_size", "sym")}
-        if isinstance(changes, Mapping) and {**of_all, **changes}.items() >= of_all.items():
-            continue
-        if not str(modules).startswith("-:"):
-            return f"dynamic, with other formats for {modules}"
-    return ""
+    algorithm = str(stored.get("quant_algo", "")).upper()
+    return f"quant_algo {algorithm}" if "AWQ" in algorithm or "SQ" in algorithm else ""
 
 
 ENTRY_POINTS = "flexgen_jax.families"

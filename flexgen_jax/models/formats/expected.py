@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flexgen_jax.models.formats.format import Factor, Format, affine, centered
+from flexgen_jax.models.formats.format import WIDTHS, Factor, Format, affine, centered
 from flexgen_jax.models.formats.known import own
 from flexgen_jax.models.formats.published import Published, of_any_expert
 from flexgen_jax.models.spec import ModelSpec
 from flexgen_jax.models.tensor_spec import TensorSpec
+
+MXFP8 = Format(8, Factor("e8m0", 32), levels="e4m3")
 
 SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 """Fields that name the layers which stay in 16 bits."""
@@ -53,11 +55,14 @@ def _format(options: Mapping[str, Any]) -> Format | None:
     if method == "compressed-tensors":
         return _of_groups(options)
     if method == "modelopt":
-        is_fp4 = "FP4" in str(options.get("quant_algo", ""))
+        algorithm = str(options.get("quant_algo", "")).upper()
+        if algorithm == "MXFP8":
+            return MXFP8
+        is_fp4 = "FP4" in algorithm
         unit = Factor("float32", 0, rows=0)
         fp4 = Format(4, Factor("e4m3", 16, of=unit), levels="e2m1")
         return fp4 if is_fp4 else Format(8, unit, levels="e4m3")
-    if method in ("gptq", "awq"):
+    if method.replace("_", "-") in ("gptq", "awq", "auto-round"):
         bits, group = int(options.get("bits", 4)), int(options.get("group_size", 128))
         return centered(bits, max(group, 0), "float16")
     if method == "bitsandbytes":
@@ -89,10 +94,12 @@ def _of_groups(options: Mapping[str, Any]) -> Format | None:
     """Returns the format of the first group of compressed-tensors' config."""
     weights = of_group(options)
     bits, group = int(weights.get("num_bits", 4)), int(weights.get("group_size") or 0)
+    if weights.get("type") == "float" and bits == 8 and group == 32:
+        return MXFP8
     if weights.get("type") == "float" and bits == 8:
         rows, columns = weights.get("block_structure") or (1, 0)
         return Format(8, Factor("float32", int(columns), rows=int(rows)), levels="e4m3")
     if weights.get("type") == "float":
         unit = Factor("float32", 0, rows=0)
         return Format(4, Factor("e4m3", group or 16, of=unit), levels="e2m1")
-    return centered(bits, max(group, 0), "bfloat16") if bits in (4, 8) else None
+    return centered(bits, max(group, 0), "bfloat16") if bits in WIDTHS else None

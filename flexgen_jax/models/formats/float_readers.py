@@ -17,7 +17,8 @@ from flexgen_jax.models.formats.packing import unpack_nibbles
 
 
 class Float8:
-    """FP8: E4M3 or E5M2 with a scale for each block, each row, or all."""
+    """FP8: E4M3 or E5M2 with a scale for each block, each row, or all. MXFP8 has blocks of 32
+    elements of a row, whose scales are powers of two."""
 
     METHOD = "FP8"
     SCALES = (".weight_scale_inv", ".weight_scale", ".scale", ".qscale_weight")
@@ -29,6 +30,8 @@ class Float8:
             raise parts.refused(".weight", f"has shape {self.shape}; FP8 is read of matrices")
         rows, columns = self.shape
         block = _block_of(parts.options)
+        if parts.dtype(scale) in ("U8", "F8_E8M0") and parts.shape(scale) == (rows, columns // 32):
+            block = 1, 32
         factor = parts.factor(scale, rows, columns, block)
         levels = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2"}.get(parts.dtype(".weight"))
         if levels is None:
@@ -130,6 +133,8 @@ class NormalFloat:
     STATE = ".weight.quant_state.bitsandbytes__nf4"
 
     def __init__(self, parts: Parts) -> None:
+        if parts.has(self.STATE.replace("nf4", "fp4")):
+            raise parts.refused(".weight", "is bitsandbytes' FP4, which is not supported; nf4 is")
         parts.need(self.STATE)
         for end in (".weight.absmax", ".weight.quant_map"):
             parts.need(end)
@@ -137,11 +142,14 @@ class NormalFloat:
         self.shape = tuple(state["shape"])
         rows, columns = self.shape
         block = int(state["blocksize"])
-        parts.check(".weight", (rows * columns // 2, 1), "U8")
+        codes = parts.array(".weight").reshape(-1)
+        codes = codes.view(np.uint8)  # of any dtype: bnb_4bit_quant_storage
+        if codes.size != rows * columns // 2:
+            raise parts.refused(".weight", f"has {codes.size} bytes for {self.shape} in 4 bits")
         if columns % block:
             raise parts.refused(".weight", f"has blocks of {block} that go over {columns} columns")
         self._per_row = columns // block
-        self._codes = parts.array(".weight").reshape(rows, columns // 2)
+        self._codes = codes.reshape(rows, columns // 2)
         self.names = tuple(
             parts.base + end
             for end in (".weight", ".weight.absmax", ".weight.quant_map", self.STATE)

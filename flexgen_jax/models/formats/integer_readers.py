@@ -12,7 +12,7 @@ import numpy as np
 
 from flexgen_jax.models.formats.format import WIDTHS, Factor, Format
 from flexgen_jax.models.formats.packed import FLOATS, PackedTensor, Parts, factor_rows
-from flexgen_jax.models.formats.packing import order_of, packed_parts, unpack_bits, unpack_words
+from flexgen_jax.models.formats.packing import order_of, packed_parts, unpack_bits
 
 
 class Integers8:
@@ -58,7 +58,7 @@ def _unsigned(integers: np.ndarray) -> np.ndarray:
 
 
 class PackQuantized:
-    """Integers of 4 or 8 bits of compressed-tensors, packed along the input."""
+    """Integers of 2 to 8 bits of compressed-tensors, packed along the input."""
 
     METHOD = "compressed-tensors pack-quantized"
 
@@ -69,12 +69,11 @@ class PackQuantized:
         self._bits = 4
         if parts.has(".weight_shape"):
             rows, columns = map(int, parts.array(".weight_shape"))
-            self._bits = 32 * words // max(1, columns)
             parts.check(".weight_packed", (rows, words), "I32")
-        if self._bits not in (4, 8) or -(-columns * self._bits // 32) != words:
-            raise parts.refused(
-                ".weight_packed", f"does not have 4 or 8 bits for {columns} columns"
-            )
+            fitting = [bits for bits in WIDTHS if -(-columns * bits // 32) == words]
+            if not fitting:
+                raise parts.refused(".weight_packed", f"has {words} words for {columns} columns")
+            self._bits = 4 if 4 in fitting else fitting[0]
         self.shape = (rows, columns)
         groups = parts.shape(scale)[-1] if len(parts.shape(scale)) == 2 else 1
         group = columns // groups if groups > 1 else 0
@@ -86,9 +85,8 @@ class PackQuantized:
             self._order = _order(parts, ".weight_g_idx", group)
         zero, self._zero = None, None
         if parts.has(".weight_zero_point"):
-            end, codes_per_word = ".weight_zero_point", 32 // self._bits
-            parts.check(end, (-(-rows // codes_per_word), groups), "I32")
-            self._zero = unpack_words(parts.array(end), self._bits, axis=0)[:rows]
+            end = ".weight_zero_point"
+            self._zero = self._zeros(parts, end, groups)
             zero = Factor("uint8", factor.group)
             if self._bits == 4 and groups > 1:
                 zero = Factor("codes", factor.group, bits=4)
@@ -102,9 +100,18 @@ class PackQuantized:
         )
         self._words, self._scale = parts.array(".weight_packed"), parts.array(scale)
 
+    def _zeros(self, parts: Parts, end: str, groups: int) -> np.ndarray:
+        """Returns zeros, uint8 [row, group], which are packed along the rows or signed integers."""
+        rows, bits = self.shape[0], self._bits
+        if parts.dtype(end) == "I8":
+            parts.check(end, (rows, groups), "I8")
+            return (parts.array(end).astype(np.int16) + (1 << bits - 1)).astype(np.uint8)
+        parts.check(end, (-(-rows * bits // 32), groups), "I32")
+        return unpack_bits(parts.array(end).T, bits).T[:rows]
+
     def read(self, start: int, stop: int, expert: int | None = None) -> list[np.ndarray]:
         assert expert is None
-        codes = unpack_words(self._words[start:stop], self._bits, axis=1)[:, : self.shape[1]]
+        codes = unpack_bits(self._words[start:stop], self._bits)[:, : self.shape[1]]
         scale = factor_rows(self._scale, self.format.scale, start, stop)
         zero = None if self._zero is None else self._zero[start:stop]
         return leaves_of(self.format, codes, scale, zero, self._order)
@@ -143,11 +150,13 @@ class _Transposed:
         self._parts = parts
         for end in (".qzeros", ".scales"):
             parts.need(end)
-        self._bits = int(parts.options.get("bits", parts.options.get("w_bit", 4)))
+        # The config has the bits of most matrices.
+        rows, words = parts.shape(".scales")[1], parts.shape(".qzeros")[1]
+        self._bits = 32 * words // max(1, rows)
         self.names = tuple(f"{parts.base}{end}" for end in (".qweight", ".qzeros", ".scales"))
         self._words, self._scale = parts.array(".qweight"), parts.array(".scales")
-        if self._bits not in (2, 4, 8):
-            raise parts.refused(".qweight", f"has {self._bits} bits; 2, 4 and 8 are read")
+        if self._bits not in (2, 3, 4, 8):
+            raise parts.refused(".qweight", f"has {self._bits} bits; 2, 3, 4 and 8 are read")
 
     def _check(self, columns: int, rows: int) -> int:
         """Checks scales and zeros; returns the number of elements of a group."""
@@ -178,7 +187,8 @@ class _Transposed:
 
 
 class Gptq(_Transposed):
-    """GPTQ, with or without the order of activations ("act-order")."""
+    """GPTQ, with or without the order of activations ("act-order"). Bits and groups may differ by
+    matrix."""
 
     METHOD = "GPTQ"
 
@@ -193,7 +203,7 @@ class Gptq(_Transposed):
             self.names += (f"{parts.base}.g_idx",)
             parts.check(".g_idx", (columns,), "I32")
             self._order = _order(parts, ".g_idx", group)
-        zeros = unpack_words(parts.array(".qzeros"), self._bits, axis=1).T
+        zeros = unpack_bits(parts.array(".qzeros"), self._bits).T
         self._set(self._counted(zeros), group, self._order is not None)
 
     def _counted(self, zeros: np.ndarray) -> np.ndarray:
@@ -211,7 +221,7 @@ class Gptq(_Transposed):
 
     def read(self, start: int, stop: int, expert: int | None = None) -> list[np.ndarray]:
         assert expert is None
-        codes = unpack_words(self._words[:, start:stop], self._bits, axis=0).T
+        codes = unpack_bits(self._words[:, start:stop].T, self._bits)
         zeros = None if self._zeros is None else self._zeros[start:stop]
         return leaves_of(self.format, codes, self._scale[:, start:stop].T, zeros, self._order)
 
@@ -237,7 +247,7 @@ class Awq(_Transposed):
 
     def _columns(self, words: np.ndarray) -> np.ndarray:
         """Returns the codes in words, uint8 [.., output]."""
-        codes = unpack_words(words, 4, axis=1).reshape(words.shape[0], -1, 8)
+        codes = unpack_bits(words, 4).reshape(words.shape[0], -1, 8)
         return codes[:, :, AWQ_ORDER].reshape(words.shape[0], -1)
 
     def read(self, start: int, stop: int, expert: int | None = None) -> list[np.ndarray]:

@@ -8,25 +8,14 @@ from flexgen_jax.models.formats.format import Factor, Format
 from flexgen_jax.models.formats.storage import Storage
 
 
-def unpack_words(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
-    """Returns the codes, uint8, of words (int32), lowest bits first, which follow each other along
-    an axis: [i / 8, o] becomes [i, o] for 4 bits and axis 0."""
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    expanded = np.expand_dims(np.ascontiguousarray(words).view(np.uint32), axis + 1)
-    expanded = expanded >> shifts.reshape(
-        [-1 if n == axis + 1 else 1 for n in range(expanded.ndim)]
-    )
-    codes = (expanded & ((1 << bits) - 1)).astype(np.uint8)
-    shape = list(words.shape)
-    shape[axis] *= len(shifts)
-    return codes.reshape(shape)
-
-
 def unpack_bits(words: np.ndarray, bits: int) -> np.ndarray:
     """Returns the codes, uint8 [row, element], of rows of words (32 bits), each row being one row
     of bits, the lowest first; so codes of 3, 5 and 6 bits cross the words' ends."""
     if 32 % bits == 0:
-        return unpack_words(words, bits, axis=1)
+        shifts = np.arange(0, 32, bits, dtype=np.uint32)
+        shifted = np.ascontiguousarray(words).view(np.uint32)[:, :, None] >> shifts
+        codes: np.ndarray = (shifted & ((1 << bits) - 1)).astype(np.uint8)
+        return codes.reshape(len(words), -1)
     stored = np.ascontiguousarray(words).view(np.uint8)
     columns = words.shape[1] * 32 // bits
     each = np.unpackbits(stored, axis=1, bitorder="little", count=columns * bits)

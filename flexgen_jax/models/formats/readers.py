@@ -74,6 +74,8 @@ def _is_awq(arrays: StoredArrays, base: str, method: str) -> bool:
 
 def _of_weight(arrays: StoredArrays, base: str) -> Any:
     dtype = arrays.dtype(f"{base}.weight")
+    if f"{base}.weight.absmax" in arrays:
+        return NormalFloat
     if dtype.startswith("F8"):
         return Float8
     if dtype == "I8":
