@@ -61,7 +61,7 @@ def tests(name: str, limit_s: float, *paths: str) -> Part:
 
 
 def parts_of(is_quick: bool, has_gpu: bool) -> list[Part]:
-    """Returns all parts, what is least known first."""
+    """Returns all parts, the most needed first."""
     quick = ("--quick",) * is_quick
     copies = () if has_gpu else ("--copies",)
     small = () if has_gpu else ("--context", "32", "--layers", "1", "--bits", "16", "--rows", "1")

@@ -110,7 +110,7 @@ def run(folder: Path) -> str:
 
 
 def work(connection: Any) -> None:
-    """Runs the models whose folders come in, one after the other."""
+    """Runs a model for each folder that arrives, until one is empty text."""
     while folder := connection.recv():
         try:
             end = run(Path(folder))

@@ -155,3 +155,10 @@ def test_the_script_says_how_it_is_used(
     found = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert found.returncode == code
     assert said in found.stdout + found.stderr
+
+
+@pytest.mark.slow
+def test_tokens_of_small_models_are_those_of_the_file() -> None:
+    command = [sys.executable, str(SCRIPTS / "checks" / "check_tokens.py")]
+    found = subprocess.run(command, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr

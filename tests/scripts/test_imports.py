@@ -25,7 +25,12 @@ MODULES = {
 }
 """Those that others import."""
 
-NEEDS = {"train_tiny_opt": "optax", "torch_reference": "torch", "gguf_tokens": "llama_cpp"}
+NEEDS = {
+    "train_tiny_opt": "optax",
+    "torch_reference": "torch",
+    "check_mutations": "torch",
+    "gguf_tokens": "llama_cpp",
+}
 """The package that a script needs beyond the extra `test`; without it the script is not loaded."""
 
 
