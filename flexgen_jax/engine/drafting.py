@@ -141,6 +141,8 @@ def drafting_of(
         return None
     name = name_of(draft)
     key = f"{model.source.fingerprint(setting.dtype)}\n{name}"
+    if model.config.adapters is not None:
+        key += f"\n{model.config.adapters.content}"
     memory = cache_folder("drafts") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     if name == LOOKUP:
         return Drafting(name, LookupDrafter(), memory)

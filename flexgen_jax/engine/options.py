@@ -50,7 +50,7 @@ class LLMOptions(TypedDict, total=False):
     """The keywords of `LLM`: the fields of `EngineOptions` without `model`."""
 
     dummy_weights: bool
-    adapter: str | Sequence[str] | None
+    adapter: str | Path | Sequence[str | Path] | None
     dtype: str
     seed: int
     progress: Bars
@@ -102,7 +102,7 @@ class EngineOptions:
         "`flexgen-jax models`), or a folder.",
     )
     # Of several adapters, texts choose by name.
-    adapter: str | Sequence[str] | None = option(
+    adapter: str | Path | Sequence[str | Path] | None = option(
         None,
         MODEL,
         "Folder of a LoRA adapter of peft, which applies to all texts. With NAME=PATH, once or "
@@ -308,7 +308,7 @@ class EngineOptions:
     def adapters(self) -> tuple[str, ...]:
         """The adapters, each "PATH" or "NAME=PATH"."""
         given = () if self.adapter is None else self.adapter
-        return (given,) if isinstance(given, str) else tuple(map(str, given))
+        return (str(given),) if isinstance(given, str | Path) else tuple(map(str, given))
 
     def open_model(self) -> Model:
         """Opens the model; raises `UserError` if that is not possible."""

@@ -112,6 +112,8 @@ def kv_store_of(
         return None
     formats = policy.formats(setting.dtype)
     name = f"{planner.fingerprint}-{formats}-{KV_VERSION}"
+    if setting.config.adapters is not None:
+        name += f"-{setting.config.adapters.content}"
     folder = Path(options.kv_store_dir or cache_folder("kv"))
     return KVStore(
         folder=folder,

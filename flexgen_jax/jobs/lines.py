@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from flexgen_jax.jobs.fields import TEXTS, without_neutral
@@ -146,7 +147,11 @@ class Line:
     ) -> Request:
         """Returns the request of one of its texts. continued, place: as in `Request`."""
         text, ids = prompt
-        has_named = self.model in model.config.adapter_names
+        names = model.config.adapter_names
+        has_named = self.model in names
+        own_names = (None, model.name, Path(model.name).name)
+        if names and not has_named and self.model not in own_names and self.adapter is None:
+            model.note(f"requests name the model {self.model!r}, which is no adapter's name")
         is_embedding = self.form == "embeddings"
         return Request(
             request_id,

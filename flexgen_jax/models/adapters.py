@@ -10,41 +10,66 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import isfinite, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from flexgen_jax.models.config import AdapterShapes, ModelConfig
 from flexgen_jax.models.delta_net import DeltaNetSpec
 from flexgen_jax.models.families import family_of
-from flexgen_jax.models.family import Stored
+from flexgen_jax.models.family import Family, Stored
 from flexgen_jax.models.folder import ADAPTER, MERGE, CheckpointError, read_object
+from flexgen_jax.models.folder import ADAPTER_WEIGHTS as WEIGHTS
 from flexgen_jax.models.formats.published import of_any_expert
 from flexgen_jax.models.spec_of_config import model_spec
 from flexgen_jax.models.tensor_spec import TensorSpec
-from flexgen_jax.models.tensors import SafeTensors
+from flexgen_jax.models.tensors import DTYPE_NAMES, SafeTensors
 from flexgen_jax.models.weight_source import WeightSource, digest, numpy_dtype
 
-WEIGHTS = "adapter_model.safetensors"
+T = TypeVar("T")
 
 PREFIX = "base_model.model."
 """What peft's names of a model's modules begin with."""
 
-NOT_SUPPORTED = (
-    "use_dora",
-    "lora_bias",
-    "layer_replication",
-    "target_parameters",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
-    "use_qalora",
-    "megatron_config",
+APPLIED = (
+    "peft_type",
+    "lora_alpha",
+    "alpha_pattern",
+    "use_rslora",
+    "bias",
+    "init_lora_weights",
+    "modules_to_save",
 )
-"""Fields of an adapter's config that change its results, in a way that is not computed here."""
+"""Fields of an adapter's config that are read, or whose tensors are."""
 
-CHANGES_WEIGHTS = ("pissa", "olora", "corda", "loftq")
+WITHOUT_EFFECT = (
+    "r",
+    "rank_pattern",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "fan_in_fan_out",
+    "lora_dropout",
+    "base_model_name_or_path",
+    "revision",
+    "task_type",
+    "inference_mode",
+    "auto_mapping",
+    "peft_version",
+    "runtime_config",
+    "megatron_core",
+    "qalora_group_size",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "ensure_weight_tying",
+)
+"""Fields that the matrices already follow, and those that concern training or other programs."""
+
+CHANGES_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga", "kasa")
 """Methods of `init_lora_weights` that change the model's own weights in peft."""
 
 NOT_ADAPTED = ("attention.kv_up.kernel",)
@@ -84,12 +109,12 @@ class Adapter:
     def _add(self, key: str) -> None:
         """Sorts in a tensor of the file."""
         bare = key.removeprefix(PREFIX)
-        matrix = re.fullmatch(r"(.*)\.lora_([AB])(\.default)?\.weight", bare)
+        matrix = re.fullmatch(r"(.*)\.lora_([AB])(\.\w+)?\.weight", bare)
         if matrix is None:
             if ".lora_" in bare:
                 raise CheckpointError(
-                    f"{self.folder / WEIGHTS}: tensor {key!r}: adapters of embeddings and biases "
-                    "are not supported"
+                    f"{self.folder / WEIGHTS}: tensor {key!r} is not supported, as of adapters of "
+                    f"embeddings, biases and DoRA: {MERGE}"
                 )
             name = re.sub(r"\.(modules_to_save(\.default)?|original_module)\.", ".", bare)
             self.replaced[name] = key
@@ -97,19 +122,34 @@ class Adapter:
             module, other = matrix[1], key.replace(".lora_A", ".lora_B")
             if other not in self.tensors:
                 raise CheckpointError(f"{self.folder / WEIGHTS}: tensor {other!r} is missing")
-            rank = self.tensors.shape(key)[0]
-            self.modules[module] = LowRank(key, other, self._scale(module, rank))
+            for name in (key, other):
+                shape, dtype = self.tensors.shape(name), self.tensors.dtype(name)
+                if len(shape) != 2 or 0 in shape or dtype not in DTYPE_NAMES:
+                    raise CheckpointError(
+                        f"{self.folder / WEIGHTS}: tensor {name!r} is {dtype} with shape {shape}, "
+                        f"not a matrix of {', '.join(DTYPE_NAMES)}"
+                    )
+            scale = self._scale(module, self.tensors.shape(key)[0])
+            self.modules[module] = LowRank(key, other, scale)
         elif key.replace(".lora_B", ".lora_A") not in self.tensors:
             raise CheckpointError(f"{self.folder / WEIGHTS}: tensor {key!r} has no lora_A")
 
     def _scale(self, module: str, rank: int) -> float:
         """Returns the factor s of a module."""
-        alpha: float = self._options.get("lora_alpha", 8)
-        for pattern, value in (self._options.get("alpha_pattern") or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                alpha = value
-                break
-        return alpha / (sqrt(rank) if self._options.get("use_rslora") else rank)
+        path, alpha = self.folder / ADAPTER, self._options.get("lora_alpha", 8)
+        patterns = self._options.get("alpha_pattern") or {}
+        try:
+            alpha = next(
+                (x for p, x in patterns.items() if re.match(rf"(.*\.)?({p})$", module)), alpha
+            )
+            scale = float(alpha) / (sqrt(rank) if self._options.get("use_rslora") else rank)
+            if not isfinite(scale):
+                raise ValueError(f"{alpha} is not a finite number")
+            return scale
+        except (re.error, AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{path}: lora_alpha or alpha_pattern is wrong: {error}"
+            ) from None
 
     def matrix(self, name: str) -> np.ndarray:
         """Returns a matrix of the file, fp32."""
@@ -125,10 +165,10 @@ def _checked_options(folder: Path) -> dict[str, Any]:
     kind = options.get("peft_type", "LORA")
     if kind != "LORA":
         raise CheckpointError(f"{path}: peft_type {kind!r} is not supported, only 'LORA'")
-    for name in NOT_SUPPORTED:
-        if options.get(name):
-            raise CheckpointError(f"{path}: {name} {options[name]!r} is not supported")
-    if options.get("bias", "none") != "none":
+    for name in options:
+        if options[name] and name not in (*APPLIED, *WITHOUT_EFFECT):
+            raise CheckpointError(f"{path}: {name} {options[name]!r} is not supported: {MERGE}")
+    if options.get("bias") not in (None, "none"):
         raise CheckpointError(f"{path}: bias {options['bias']!r} is not supported, only 'none'")
     method = str(options.get("init_lora_weights", True)).lower()
     if method.startswith(CHANGES_WEIGHTS):
@@ -155,12 +195,8 @@ class AdaptedWeights:
     def __init__(self, source: WeightSource, adapters: Sequence[Adapter]) -> None:
         self._source, self._adapters = source, adapters
         family, config = family_of(source.config), source.config
-        self._modules = [
-            {family.bare_name(module): low for module, low in adapter.modules.items()}
-            for adapter in adapters
-        ]
-        first = adapters[0]
-        replaced = {family.bare_name(name): key for name, key in first.replaced.items()}
+        self._modules = [_of_text(family, adapter.modules) for adapter in adapters]
+        replaced = _of_text(family, adapters[0].replaced)
         if config.tied_head and str(family.names["head.tokens"]) in replaced:
             config = replace(config, tied_head=False)
         # Where each adapted matrix lies in its module, by the matrix's key.
@@ -187,7 +223,7 @@ class AdaptedWeights:
             if unknown := sorted(set(modules) - known):
                 raise CheckpointError(
                     f"{adapter.folder / WEIGHTS}: {unknown[0]!r} is not a module of this model "
-                    "that can have an adapter"
+                    f"that can have an adapter: {MERGE}"
                 )
             if adapter.replaced and adapter.name:
                 raise CheckpointError(
@@ -204,7 +240,8 @@ class AdaptedWeights:
         path, shape = self._adapters[0].folder / WEIGHTS, self._adapters[0].tensors.shape(name)
         if shape != tensor.shape:
             raise CheckpointError(
-                f"{path}: tensor {name!r} has shape {shape}, but the model's is {tensor.shape}"
+                f"{path}: tensor {name!r} has shape {shape}, but the model's is {tensor.shape}: "
+                f"{MERGE}"
             )
         if tensor.key == "embedding.tokens" and config.tied_head:
             raise CheckpointError(
@@ -223,7 +260,9 @@ class AdaptedWeights:
             keys = {of_any_expert(key) for key in self._replaced}
             formats = tuple(entry for entry in published.formats if entry[0] not in keys)
             published = replace(published, formats=formats)
-        content = digest(names, [adapter.tensors.files.contents() for adapter in self._adapters])
+        files = [adapter.tensors.files.contents() for adapter in self._adapters]
+        scales = [sorted((m, low.scale) for m, low in x.items()) for x in self._modules]
+        content = digest(names, files, scales)
         shapes = AdapterShapes(names, ranks, content)
         return replace(config, published=published, adapters=shapes)
 
@@ -303,6 +342,17 @@ class AdaptedWeights:
     @property
     def reads_at_once(self) -> int:
         return self._source.reads_at_once
+
+
+def _of_text(family: Family, of_names: Mapping[str, T]) -> dict[str, T]:
+    """Returns the entries of a model's part for text, by names without a prefix. Towers for
+    pictures have modules of the same names."""
+    bare_names = {family.bare_name(name): entry for name, entry in of_names.items()}
+    return {
+        name: entry
+        for name, entry in bare_names.items()
+        if re.match(r"layers\.\d+\.", name) or not family.is_ignored(f"{name}.", 0)
+    }
 
 
 def _has_adapters(tensor: TensorSpec, stored: Stored) -> bool:

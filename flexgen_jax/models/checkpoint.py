@@ -17,6 +17,7 @@ from flexgen_jax.models.families import family_of, quantization_of, read_config
 from flexgen_jax.models.family import Fields, Stored
 from flexgen_jax.models.folder import (
     ADAPTER,
+    ADAPTER_WEIGHTS,
     INDEX,
     SINGLE,
     CheckpointError,
@@ -87,7 +88,9 @@ class Checkpoint:
         self.config, self._tensors, options = opened
         self.notes = list(self._tensors.notes)
         if given is None and (folder / ADAPTER).is_file():
-            self.notes.append(f"the adapter (LoRA) in {ADAPTER} is applied to all texts")
+            has_weights = (folder / ADAPTER_WEIGHTS).is_file()
+            end = "applied when the model runs" if has_weights else "not applied: it has no weights"
+            self.notes.append(f"the adapter (LoRA) in {ADAPTER} is {end}")
         self.config = self._as_stored()
         self._where = self._match()
         self.config = replace(self.config, published=self._published(options))

@@ -61,7 +61,7 @@ def indexed_names(folder: Path) -> list[str]:
     return sorted(set(names.values()))
 
 
-ADAPTER = "adapter_config.json"
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MERGE = "merge it into its base model, e.g. with PEFT's merge_and_unload"
 WITHOUT_BASE = "it is an adapter (LoRA): name its base model with --model, and it with --adapter"
 

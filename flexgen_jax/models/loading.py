@@ -31,6 +31,7 @@ from flexgen_jax.models.defaults import (
 from flexgen_jax.models.families import quantization_of
 from flexgen_jax.models.folder import (
     ADAPTER,
+    ADAPTER_WEIGHTS,
     INDEX,
     SINGLE,
     WITHOUT_BASE,
@@ -136,10 +137,10 @@ def _with_own_adapter(name: str, adapters: Sequence[str]) -> tuple[str, Sequence
     folder = Path(name).expanduser()
     if not (folder / ADAPTER).is_file():
         return name, adapters
-    if adapters:
+    if adapters and (folder / ADAPTER_WEIGHTS).is_file():
         raise UserError(f"{folder} has an adapter already: remove {ADAPTER}, or give no --adapter")
     if (folder / "config.json").is_file():
-        return name, (name,)
+        return name, (name,) if (folder / ADAPTER_WEIGHTS).is_file() else adapters
     base = read_object(folder / ADAPTER).get("base_model_name_or_path")
     if not isinstance(base, str):
         raise CheckpointError(f"{folder}: {WITHOUT_BASE}")
@@ -165,6 +166,10 @@ def _with_adapters(model: Model, given: Sequence[str]) -> Model:
     """Returns a model with LoRA adapters."""
     named = [_name_and_folder(text) for text in given]
     names = [name for name, _ in named]
+    if taken := {model.name, Path(model.name).name} & set(names):
+        raise UserError(
+            f"--adapter {taken.pop()}=...: this is the model's own name; choose another"
+        )
     if len(named) > 1 and (not all(names) or len(set(names)) < len(names)):
         raise UserError(
             "several adapters need different names, by which texts choose one: --adapter "
@@ -184,14 +189,17 @@ def _with_adapters(model: Model, given: Sequence[str]) -> Model:
 def _name_and_folder(text: str) -> tuple[str, Path]:
     """Returns the name and the folder of an adapter that is given as "NAME=PATH" or "PATH"."""
     name, separator, path = text.partition("=")
-    if not separator or Path(text).expanduser().exists():
+    if not separator or Path(text).exists():
         name, path = "", text
-    folder = Path(path).expanduser()
+    elif not name:
+        raise UserError(f"--adapter {text}: write it as NAME=PATH, or as PATH for all texts")
+    folder = Path(path).expanduser() if path.startswith("~/") else Path(path)
     if folder.is_dir():
         return name, folder
     if path.count("/") == 1 and not path.startswith((".", "/", "~")):
         return name, _from_hub(path, ("adapter_*",))
-    raise CheckpointError(f"{path} does not exist; pass the folder of a LoRA adapter")
+    problem = "is not a folder" if folder.exists() else "does not exist"
+    raise CheckpointError(f"--adapter: {path} {problem}; pass the folder of a LoRA adapter")
 
 
 def _opened(name: str | Path | None, dummy_weights: bool, seed: int) -> Model:

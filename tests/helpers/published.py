@@ -248,6 +248,10 @@ FORMATS: dict[str, tuple[Maker, dict[str, Any]]] = {
         lambda r, s: gptq(r, s, 1, True, False),
         {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_gptq"},
     ),
+    "autoround-own": (
+        lambda r, s: gptq(r, s, 0, True, False),
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round"},
+    ),
     "mlx-4": (lambda r, s: mlx(r, s, 4), {"group_size": 32, "bits": 4, "mode": "affine"}),
     "mlx-5": (lambda r, s: mlx(r, s, 5), {"group_size": 32, "bits": 5}),
     "awq": (lambda r, s: awq(r, s, False), {"quant_method": "awq", "bits": 4}),

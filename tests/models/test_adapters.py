@@ -111,6 +111,44 @@ def test_an_adapter_is_found_beside_its_model_and_finds_it(
         LLM(beside, adapter=str(adapted.path))
 
 
+def test_kept_texts_and_jobs_know_the_adapter(tmp_path: Path) -> None:
+    """The KV cache of one is not another's, and a scale is a part of it."""
+    llama = Reference(tmp_path / "long", "llama", 0, max_position_embeddings=512)
+    ids = np.random.default_rng(0).integers(3, 96, 300).tolist()
+    adapted = Adapted(llama, tmp_path / "a", r".*[kv]_proj")
+    options = {"kv_store": "10MB", "kv_store_dir": tmp_path / "kv"}
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    contents = set()
+
+    def check(expected: list[int] | None, **adapter: Any) -> None:
+        for _ in range(2):
+            with LLM(llama.folder, dtype="float32", **options, **adapter) as llm:
+                (result,) = llm.generate(prompt_token_ids=[ids], sampling_params=params)
+                contents.add(llm.fingerprint)
+            assert expected is None or result.token_ids == expected
+
+    check(llama.greedy(ids, 6))
+    check(adapted.greedy(ids, 6), adapter=adapted.path)
+    check(llama.greedy(ids, 6))
+    config = json.loads((adapted.path / "adapter_config.json").read_text()) | {"lora_alpha": 50}
+    (adapted.path / "adapter_config.json").write_text(json.dumps(config))
+    check(None, adapter=adapted.path)
+    assert len(contents) == 3
+
+
+def test_modules_of_towers_are_passed_over(llama: Reference, tmp_path: Path) -> None:
+    adapted = Adapted(llama, tmp_path / "a", r".*q_proj")
+    tensors = load_file(adapted.path / "adapter_model.safetensors")
+    for name in ("vision_tower.encoder.layers.0.q_proj.lora_A", "visual.q.lora_B"):
+        for side in "AB":
+            key = f"base_model.model.model.{name[:-1]}{side}.weight"
+            tensors[key] = np.zeros((2, 2), np.float32)
+    tensors["base_model.model.score.weight"] = np.zeros((2, 2), np.float32)
+    save_file(tensors, adapted.path / "adapter_model.safetensors")
+    found = scores(llama.folder, adapter=adapted.path)
+    np.testing.assert_allclose(found, adapted.logprobs(IDS), rtol=1e-5, atol=1e-5)
+
+
 def test_a_kept_head_unties_a_tied_one(tmp_path: Path) -> None:
     tied = Reference(tmp_path / "tied", "llama", 0, tie_word_embeddings=True)
     adapted = Adapted(tied, tmp_path / "a", r".*q_proj")
@@ -149,11 +187,19 @@ PAIR = {
     ("config", "tensors", "said"),
     [
         ({"peft_type": "IA3"}, PAIR, "adapter_config.json: peft_type 'IA3' is not supported"),
-        ({"use_dora": True}, PAIR, "use_dora True is not supported"),
+        ({"use_dora": True}, PAIR, "use_dora True is not supported: merge"),
+        ({"arrow_config": {"top_k": 2}}, PAIR, "arrow_config .* is not supported"),
+        ({"init_lora_weights": "lora_ga"}, PAIR, "changes the model's own weights"),
         ({"bias": "all"}, PAIR, "bias 'all' is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, PAIR, "changes the model's own weights"),
         ({"target_parameters": ["experts.up"]}, PAIR, "target_parameters .* is not supported"),
         ({}, {}, "has no matrices"),
+        ({"lora_alpha": None}, PAIR, "lora_alpha or alpha_pattern is wrong"),
+        ({"alpha_pattern": {"(": 2}}, PAIR, "lora_alpha or alpha_pattern is wrong"),
+        ({"alpha_pattern": ["q_proj"]}, PAIR, "lora_alpha or alpha_pattern is wrong"),
+        ({}, {name: x.astype(np.int32) for name, x in PAIR.items()}, "is I32 with shape"),
+        ({}, {name: x[:0] for name, x in PAIR.items()}, "not a matrix of"),
+        ({}, {name: x[0] for name, x in PAIR.items()}, "not a matrix of"),
         ({}, {name: PAIR[name] for name in [*PAIR][:1]}, "lora_B.weight' is missing"),
         ({}, {name: PAIR[name] for name in [*PAIR][1:]}, "has no lora_A"),
         ({}, {name: x.T for name, x in PAIR.items()}, "has shape .*, but the model requires"),
@@ -170,11 +216,11 @@ PAIR = {
             },
             "'embed_tokens' is not a module",
         ),
-        ({}, {**PAIR, f"{MODULE}.lora_embedding_A": np.zeros(2)}, "embeddings and biases"),
+        ({}, {**PAIR, f"{MODULE}.lora_embedding_A": np.zeros(2)}, "embeddings, biases and DoRA"),
         (
             {},
-            {**PAIR, "base_model.model.score.weight": np.zeros(2)},
-            "'score.weight' is not a tens",
+            {**PAIR, "base_model.model.other.weight": np.zeros(2)},
+            "'other.weight' is not a tens",
         ),
         ({}, {**PAIR, "base_model.model.lm_head.weight": np.zeros(2)}, "has shape"),
     ],
@@ -195,6 +241,10 @@ def test_what_cannot_be_applied_is_named(
         (["{a}", "{a}"], "several adapters need different names"),
         (["x={a}", "x={a}"], "several adapters need different names"),
         (["{a}/none"], "none does not exist"),
+        (["x=~nobody/a"], "does not exist"),
+        (["={a}"], "write it as NAME=PATH"),
+        (["{a}/adapter_config.json"], "is not a folder"),
+        (["{model}={a}"], "this is the model's own name"),
         (["{saved}", "x={a}"], "several adapters need different names"),
         (["y={saved}"], "give this adapter alone and without a name"),
         (["{empty}"], "has no adapter_config.json"),
@@ -214,7 +264,10 @@ def test_impossible_choices_of_adapters_are_errors(
     save_file(PAIR | norm, folders["saved"] / "adapter_model.safetensors")
     (folders["bin"] / "adapter_model.bin").touch()
     with pytest.raises(UserError, match=said):
-        LLM(llama.folder, adapter=[text.format(**folders) for text in given])
+        LLM(
+            llama.folder,
+            adapter=[text.format(**folders, model=llama.folder.name) for text in given],
+        )
 
 
 def test_texts_name_known_adapters(llama: Reference, tmp_path: Path) -> None:

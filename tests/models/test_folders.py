@@ -283,4 +283,4 @@ def test_an_adapter_next_to_a_model_is_noted(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m")
     assert not Checkpoint(folder).notes
     (folder / "adapter_config.json").write_text("{}")
-    assert any("is applied to all texts" in note for note in Checkpoint(folder).notes)
+    assert any("not applied: it has no weights" in note for note in Checkpoint(folder).notes)

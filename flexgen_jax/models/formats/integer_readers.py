@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from flexgen_jax.models.formats.expected import of_group
 from flexgen_jax.models.formats.format import WIDTHS, Factor, Format
 from flexgen_jax.models.formats.packed import FLOATS, PackedTensor, Parts, factor_rows
 from flexgen_jax.models.formats.packing import order_of, packed_parts, unpack_bits
@@ -73,7 +74,8 @@ class PackQuantized:
             fitting = [bits for bits in WIDTHS if -(-columns * bits // 32) == words]
             if not fitting:
                 raise parts.refused(".weight_packed", f"has {words} words for {columns} columns")
-            self._bits = 4 if 4 in fitting else fitting[0]
+            named = of_group(parts.options).get("num_bits")
+            self._bits = named if named in fitting else 4 if 4 in fitting else fitting[0]
         self.shape = (rows, columns)
         groups = parts.shape(scale)[-1] if len(parts.shape(scale)) == 2 else 1
         group = columns // groups if groups > 1 else 0
@@ -212,7 +214,11 @@ class Gptq(_Transposed):
         middle, max_code = 1 << (self._bits - 1), (1 << self._bits) - 1
         if (zeros == middle).all():
             return zeros
-        version = str(self._parts.options.get("checkpoint_format", "gptq")).lower()
+        options = self._parts.options
+        method = str(options.get("quant_method", "")).lower().replace("_", "-")
+        if method == "auto-round" and "gptq" not in str(options.get("packing_format", "")):
+            return zeros
+        version = str(options.get("checkpoint_format", "gptq")).lower()
         if version not in ("gptq", "gptq_v2", ""):
             raise self._parts.refused(".qzeros", f"is of the unknown format {version!r}")
         if version == "gptq_v2" and not (zeros == middle - 1).all():
