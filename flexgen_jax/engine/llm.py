@@ -178,6 +178,7 @@ class LLM(TextModel):
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> np.ndarray:
         """Returns a vector of every prompt, fp32 [prompt, dimensions].
 
@@ -187,6 +188,7 @@ class LLM(TextModel):
         normalize: whether vectors have length 1; by default as these files say, and True if there
             are none or `pooling` is given.
         dimensions: how many of the first elements a vector has; by default all.
+        adapter: as in `generate`.
         """
         defaults = self.pooling_defaults if pooling is None else PoolingDefaults(pooling)
         if defaults.pooling not in get_args(Pooling):
@@ -194,7 +196,7 @@ class LLM(TextModel):
         defaults.check(dimensions, self.config.hidden_size)
         inputs = self._prompts.inputs(prompts, prompt_token_ids)
         requests, failures = self._prompts.requests(
-            inputs, SamplingParams.plain(1), pooling=defaults.pooling
+            inputs, SamplingParams.plain(1), pooling=defaults.pooling, adapter=adapter
         )
         if failures:
             raise impossible({index: str(result.error) for index, result in failures.items()})

@@ -136,6 +136,15 @@ def test_kept_texts_and_jobs_know_the_adapter(tmp_path: Path) -> None:
     assert len(contents) == 3
 
 
+def test_vectors_are_those_of_the_chosen_adapter(llama: Reference, tmp_path: Path) -> None:
+    adapted = Adapted(llama, tmp_path / "a", r".*q_proj")
+    with LLM(llama.folder, dtype="float32", adapter=f"b={adapted.path}") as llm:
+        found = llm.embed(prompt_token_ids=[IDS, IDS], adapter=["b", None], normalize=False)
+    for vector, reference in zip(found, (adapted, llama), strict=True):
+        states = reference.model.model(_tensor([IDS])).last_hidden_state[0, -1]
+        np.testing.assert_allclose(vector, states.detach().numpy(), rtol=1e-4, atol=1e-4)
+
+
 def test_modules_of_towers_are_passed_over(llama: Reference, tmp_path: Path) -> None:
     adapted = Adapted(llama, tmp_path / "a", r".*q_proj")
     tensors = load_file(adapted.path / "adapter_model.safetensors")
