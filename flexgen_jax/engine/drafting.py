@@ -140,9 +140,7 @@ def drafting_of(
     if draft is None:
         return None
     name = name_of(draft)
-    key = f"{model.source.fingerprint(setting.dtype)}\n{name}"
-    if model.config.adapters is not None:
-        key += f"\n{model.config.adapters.content}"
+    key = f"{model.fingerprint(setting.dtype)}\n{name}"
     memory = cache_folder("drafts") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     if name == LOOKUP:
         return Drafting(name, LookupDrafter(), memory)

@@ -392,14 +392,13 @@ class LLM(TextModel):
     @property
     def files_fingerprint(self) -> str:
         """A `fingerprint` that is known at once, and differs for copies of the model's files."""
-        return self._identified(self._model.source.fingerprint(self.dtype))
+        return self._identified(self._model.fingerprint(self.dtype))
 
     def _identified(self, weights: str) -> str:
         policy = self._runner.given
         lossy = f"{policy.weight_bits}-{policy.cache_bits}-{policy.attention_sparsity}"
         lossy += f"-{policy.matmul_bits}" if policy.matmul_bits < 16 else ""
         lossy += f"-{policy.weight_format}" if policy.weight_bits < 16 else ""
-        lossy += "" if self.config.adapters is None else f"-{self.config.adapters.content}"
         tokenizer = self._model.tokenizer.fingerprint if self._model.tokenizer else None
         return f"{weights}-{tokenizer}-{lossy}"
 

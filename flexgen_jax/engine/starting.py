@@ -111,9 +111,8 @@ def kv_store_of(
         progress.say("flexgen-jax: kv_store stores nothing where texts choose an adapter")
         return None
     formats = policy.formats(setting.dtype)
-    name = f"{planner.fingerprint}-{formats}-{KV_VERSION}"
-    if setting.config.adapters is not None:
-        name += f"-{setting.config.adapters.content}"
+    fingerprint = model.fingerprint(setting.dtype) + formats.suffix
+    name = f"{fingerprint}-{formats}-{KV_VERSION}"
     folder = Path(options.kv_store_dir or cache_folder("kv"))
     return KVStore(
         folder=folder,

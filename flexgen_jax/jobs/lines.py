@@ -147,11 +147,6 @@ class Line:
     ) -> Request:
         """Returns the request of one of its texts. continued, place: as in `Request`."""
         text, ids = prompt
-        names = model.config.adapter_names
-        has_named = self.model in names
-        own_names = (None, model.name, Path(model.name).name)
-        if names and not has_named and self.model not in own_names and self.adapter is None:
-            model.note(f"requests name the model {self.model!r}, which is no adapter's name")
         is_embedding = self.form == "embeddings"
         return Request(
             request_id,
@@ -162,8 +157,20 @@ class Line:
             pooling=model.pooling_defaults.pooling if is_embedding else None,
             continued=continued,
             place=place,
-            adapter=self.model if self.adapter is None and has_named else self.adapter,
+            adapter=self._adapter_of(model),
         )
+
+    def _adapter_of(self, model: TextModel) -> str | None:
+        """Returns the name of the adapter that it asks for; notes the name of a model that is
+        neither an adapter nor this model."""
+        names, own_names = model.config.adapter_names, (model.name, Path(model.name).name)
+        if self.adapter is not None or self.model is None or not names:
+            return self.adapter
+        if self.model in names:
+            return self.model
+        if self.model not in own_names:
+            model.note(f"requests name the model {self.model!r}, which is no adapter's name")
+        return None
 
     def error(self, message: str) -> LineError:
         """Returns the error of this line that says `message`."""

@@ -8,6 +8,7 @@ model's own weights do not change, so they may be quantized.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
@@ -281,7 +282,8 @@ class AdaptedWeights:
     def _rank(self, tensor: TensorSpec) -> int:
         """Returns the largest rank of the adapters for a matrix; checks their shapes."""
         stored, ranks = self._where[tensor.key], list[int]()
-        for adapter, low in self._of_matrix(stored):
+        for number, low in self._of_matrix(stored):
+            adapter = self._adapters[number]
             rank = adapter.tensors.shape(low.a)[0]
             rows = tensor.shape[0] if stored.total is None else stored.total
             for name, shape in ((low.a, (rank, tensor.shape[1])), (low.b, (rows, rank))):
@@ -293,12 +295,12 @@ class AdaptedWeights:
             ranks.append(rank)
         return max(ranks)
 
-    def _of_matrix(self, stored: Stored) -> Iterator[tuple[Adapter, LowRank]]:
-        """Yields the adapters of a matrix."""
-        for adapter, modules in zip(self._adapters, self._modules, strict=True):
+    def _of_matrix(self, stored: Stored) -> Iterator[tuple[int, LowRank]]:
+        """Yields the numbers of the adapters that a matrix has, and their matrices."""
+        for number, modules in enumerate(self._modules):
             low = modules.get(stored.name.removesuffix(".weight"))
             if low is not None:
-                yield adapter, low
+                yield number, low
 
     def read(self, tensor: TensorSpec, start: int, stop: int, dtype: str) -> np.ndarray:
         if tensor.key in self._replaced:
@@ -310,12 +312,11 @@ class AdaptedWeights:
 
     def _low_rank(self, tensor: TensorSpec) -> np.ndarray:
         """Returns the matrices of all adapters as one, fp32, with zeros where an adapter has a
-        lower rank or none: A is [adapter, rank, in], the
-        transpose of s B is [adapter, rank, out]."""
+        lower rank or none: A, [adapter, rank, in], or s B transposed, [adapter, rank, out]."""
         matrix, _, side = tensor.key.rpartition(".lora_")
         stored, array = self._where[f"{matrix}.kernel"], np.zeros(tensor.shape, np.float32)
-        for adapter, low in self._of_matrix(stored):
-            number = self._adapters.index(adapter)
+        for number, low in self._of_matrix(stored):
+            adapter = self._adapters[number]
             if side == "a":
                 a = adapter.matrix(low.a)
                 array[number, : len(a)] = a
@@ -351,7 +352,7 @@ def _of_text(family: Family, of_names: Mapping[str, T]) -> dict[str, T]:
     return {
         name: entry
         for name, entry in bare_names.items()
-        if re.match(r"layers\.\d+\.", name) or not family.is_ignored(f"{name}.", 0)
+        if not family.is_ignored(f"{name}.weight", num_layers=sys.maxsize)
     }
 
 

@@ -77,6 +77,13 @@ class Model:
     pooling: PoolingDefaults = WITHOUT_FILES
     notes: tuple[str, ...] = ()
 
+    def fingerprint(self, dtype: str) -> str:
+        """Returns a name for all weights in `dtype`, adapters included; see `WeightSource`, whose
+        `fingerprint` names the stored ones."""
+        adapters = self.config.adapters
+        name = self.source.fingerprint(dtype)
+        return name if adapters is None else f"{name}-{adapters.content}"
+
     @classmethod
     def from_arrays(
         cls,

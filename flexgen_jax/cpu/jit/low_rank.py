@@ -1,7 +1,7 @@
 """LoRA adapters for few rows on the CPU.
 
-Both products take less time than a call of XLA's, so one kernel computes them. Of several adapters
-it reads only those that a row has.
+A small product takes less time than its dispatch, so one kernel computes both products of a layer.
+It reads only the adapters that the rows have.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import lru_cache
 from flexgen_jax.cpu.jit.emit import F32, FIRST_CACHE, I16, I32, Array, Function, Value
 from flexgen_jax.cpu.jit.handler import Call, compiled_handler
 from flexgen_jax.cpu.jit.instructions import LANES
-from flexgen_jax.cpu.jit.vectors import from_bfloat16, to_bfloat16
+from flexgen_jax.cpu.jit.vectors import from_bfloat16, lane_sum, to_bfloat16
 
 VECTORS = 4
 """Vectors of a row that are taken together, so that their sums do not wait for each other."""
@@ -73,15 +73,7 @@ def _multiply_a(x: Array, a: Array, inner: Array, shape: tuple[Value, Value]) ->
             product = from_bfloat16(line.load(at, LANES)) * x.load(at, LANES)
             totals[0] += product
         one, other, third, fourth = (total.get() for total in totals)
-        inner.store(n, _sum((one + other) + (third + fourth)))
-
-
-def _sum(lanes: Value) -> Value:
-    """Adds up the lanes of a vector, by halves."""
-    while lanes.lanes > 1:
-        low, high = lanes.halves()
-        lanes = low + high
-    return lanes
+        inner.store(n, lane_sum((one + other) + (third + fourth)))
 
 
 def _add_b(out: Array, b: Array, inner: Array, shape: tuple[Value, Value], result: Array) -> None:

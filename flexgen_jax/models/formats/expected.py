@@ -13,6 +13,7 @@ from flexgen_jax.models.spec import ModelSpec
 from flexgen_jax.models.tensor_spec import TensorSpec
 
 MXFP8 = Format(8, Factor("e8m0", 32), levels="e4m3")
+"""8-bit floats whose scale is a power of two for 32 elements."""
 
 SKIPPED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 """Fields that name the layers which stay in 16 bits."""

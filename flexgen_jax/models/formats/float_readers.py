@@ -142,8 +142,8 @@ class NormalFloat:
         self.shape = tuple(state["shape"])
         rows, columns = self.shape
         block = int(state["blocksize"])
-        codes = parts.array(".weight").reshape(-1)
-        codes = codes.view(np.uint8)  # of any dtype: bnb_4bit_quant_storage
+        # Of any dtype, as bnb_4bit_quant_storage says.
+        codes = parts.array(".weight").reshape(-1).view(np.uint8)
         if codes.size != rows * columns // 2:
             raise parts.refused(".weight", f"has {codes.size} bytes for {self.shape} in 4 bits")
         if columns % block:

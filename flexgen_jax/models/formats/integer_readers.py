@@ -152,7 +152,7 @@ class _Transposed:
         self._parts = parts
         for end in (".qzeros", ".scales"):
             parts.need(end)
-        # The config has the bits of most matrices.
+        # The bits of this matrix, which may differ from those in the config.
         rows, words = parts.shape(".scales")[1], parts.shape(".qzeros")[1]
         self._bits = 32 * words // max(1, rows)
         self.names = tuple(f"{parts.base}{end}" for end in (".qweight", ".qzeros", ".scales"))
